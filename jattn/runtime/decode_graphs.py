@@ -178,9 +178,9 @@ class DecodeGraphs:
             inputs: Function that returns the step's other arguments for a bucket: ShapeDtypeStructs, or numpy
                 arrays for inputs that `from_host` transfers.
             progress: Show a progress bar, if tqdm is installed.
-            wait: False returns as soon as every batch fits a compiled bucket. The remaining buckets are
-                traced and compiled in background threads, where context managers do not apply; see the method
-                `wait`.
+            wait: False returns as soon as every batch fits a compiled bucket; with `modules`, also one with
+                few prompt tokens. The remaining buckets are traced and compiled in background threads, where
+                context managers do not apply; see the method `wait`.
             serves_all: False, with wait=False, returns at once: batches without a compiled bucket must run
                 elsewhere.
             modules: Cache that lowers steps in other processes, where context managers do not apply. All are
@@ -193,6 +193,8 @@ class DecodeGraphs:
             if wait
             else [bucket for bucket in missing if serves_all and not _is_covered(bucket, missing)]
         )
+        if modules is not None and not wait:
+            first += _with_few_prompt_tokens(first, missing)
         remaining = [bucket for bucket in missing if bucket not in first]
         if modules is not None:
             self._executables.compile_groups_in_background([first, remaining], lower, progress=progress)
@@ -422,6 +424,25 @@ def _is_covered(bucket: Bucket, by: Iterable[Bucket]) -> bool:
         and all(bound >= size for bound, size in zip(_sizes(larger), _sizes(bucket), strict=True))
         for larger in by
     )
+
+
+def _with_few_prompt_tokens(first: Iterable[Bucket], others: Iterable[Bucket]) -> list[Bucket]:
+    """Return the largest bucket with an eighth of the prefill tokens, for each mixed bucket of `first`.
+
+    Until all buckets are compiled, the prompts that arrive one by one beside decodes use it.
+    """
+    found = []
+    for large in filter(_is_mixed, first):
+        small = [
+            bucket
+            for bucket in others
+            if _is_mixed(bucket)
+            and bucket.max_prefill_tokens * 8 <= large.max_prefill_tokens
+            and (bucket.max_decodes, bucket.decode_query_len, bucket.max_blocks)
+            == (large.max_decodes, large.decode_query_len, large.max_blocks)
+        ]
+        found += sorted(small, key=_size)[-1:]
+    return found
 
 
 def _sizes(bucket: Bucket) -> tuple[int, int, int, int]:

@@ -103,7 +103,7 @@ class ExecutableCache:
         Args:
             groups: Groups of buckets, the most urgent first.
             lower: Function that lowers a bucket. Several threads call it at a time.
-            workers: Number of threads.
+            workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
         """
 
@@ -116,8 +116,12 @@ class ExecutableCache:
             for group in groups
         ]
         all_claims = [claim for group in claims for claim in group]
-        with self._abandon_on_error(all_claims), _cancelling_pool(workers) as pool:
-            lowering = {bucket: pool.submit(lower, bucket) for bucket, _ in all_claims}
+        with (
+            self._abandon_on_error(all_claims),
+            _cancelling_pool(len(all_claims)) as lowering_pool,  # Its threads mostly wait for processes.
+            _cancelling_pool(workers) as pool,
+        ):
+            lowering = {bucket: lowering_pool.submit(lower, bucket) for bucket, _ in all_claims}
             for group in claims:
                 lowered = [_result(lowering.pop(bucket)) for bucket, _ in group]
                 compile_kernels(lowered)
@@ -224,7 +228,7 @@ def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
         jax.jit(lambda: call(**kernel)).lower().compile()
 
     # A thread for each, because a finished kernel's thread waits for the others: XLA then generates code.
-    with _cancelling_pool(max(len(kernels), 1)) as pool:
+    with _cancelling_pool(len(kernels)) as pool:
         for future in [pool.submit(compile, kernel) for kernel in kernels.values()]:
             _result(future)
 
@@ -254,7 +258,7 @@ def _result[T](future: concurrent.futures.Future[T]) -> T:
 @contextlib.contextmanager
 def _cancelling_pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     """Yield a thread pool, whose waiting calls an error cancels."""
-    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    pool = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
     try:
         yield pool
     except BaseException:

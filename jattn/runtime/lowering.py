@@ -41,7 +41,7 @@ OPTIONS = (
 )
 KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # which jax.export allows only by name
 FOLDER = "jattn-modules"
-NUM_URGENT = 2  # processes for the first calls, without which nothing can run
+NUM_URGENT = 3  # processes for the first calls, without which nothing can run
 
 log = logging.getLogger(__name__)
 
