@@ -154,7 +154,8 @@ def serving() -> list[str]:
         models.engine_table(
             f"engine-workload-{DATE_H200}-23.jsonl", f"engine-workload-peer-{DATE_H200}-23.jsonl"
         ),
-        "This table shows the time until the engine is ready, and until all 30 executables exist (`python -m benchmarks starts`):\n",
+        "This table shows the time until the engine is ready, and until all 30 executables exist. In the last row, the engine serves\n"
+        "nano-vllm's requests from the moment that it is ready (`python -m benchmarks starts --first-minute`):\n",
         models.start_table("starts-nvidia-h100-80gb-hbm3-2026-11-27.jsonl"),
         "### Speculative decoding\n",
         "Prompt lookup proposes 7 tokens on a model with known continuations (`python -m benchmarks drafts`). The texts of `copying` repeat\n"

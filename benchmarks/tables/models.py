@@ -162,8 +162,20 @@ def experts_table(file: str) -> str:
 
 
 def start_table(file: str) -> str:
-    """Return the times until an engine is ready and at full speed, by the number of cached files."""
+    """Return an engine's start times and first-minute share, by the number of cached files."""
     rows = read_rows(file)
-    lines = [[str(row["kept"]), *(f"{row[key]:.1f}" for key in ("ready_s", "full_speed_s"))] for row in rows]
-    columns = ("cached files", "seconds until ready", "seconds until full speed")
+    lines = [
+        [
+            str(row["kept"]),
+            *(f"{row[key]:.1f}" if key in row else "-" for key in ("ready_s", "full_speed_s")),
+            f"{row['first_minute_share']:.2f}" if "first_minute_share" in row else "-",
+        ]
+        for row in rows
+    ]
+    columns = (
+        "cached files",
+        "seconds until ready",
+        "seconds until full speed",
+        "tokens of the first minute, of those at full speed",
+    )
     return measured_on(rows, file) + "\n" + table(columns, lines)
