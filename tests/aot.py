@@ -121,6 +121,15 @@ def ptx_of(module: str, names: list[str]) -> dict[str, str]:
     return _run_alone("compile", module, names, MOSAIC_GPU_DUMP_PTX="1")
 
 
+def kernels_beforehand(module: str, names: list[str]) -> dict[str, tuple[list[Kernel], list[Kernel]]]:
+    """Return the kernels of each case that `compile_kernels` compiles, and those that XLA then compiles."""
+    reports = _run_alone("beforehand", module, names)
+    return {
+        name: tuple(kernels_in(part) for part in text.split("compiled beforehand\n", maxsplit=1))
+        for name, text in reports.items()
+    }
+
+
 def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int]]:
     """Return the collectives and the number of Pallas kernel calls of each case compiled for two devices.
 
@@ -235,6 +244,8 @@ def main(task: str, module: str, names: list[str]) -> None:
     import jax
     from jax.experimental import topologies
 
+    from jattn.runtime.executables import compile_kernels
+
     num = 2 if task == "partition" else 1
     topology_options = {"target_config": TARGET, "topology": f"1x1x{num}"}
     topology = topologies.get_topology_desc(platform="cuda", **topology_options)
@@ -263,6 +274,11 @@ def main(task: str, module: str, names: list[str]) -> None:
             print("slices", *first_bytes(lowered.compile().as_text()), flush=True)
         if task == "copies":
             print("copies", largest_copy(lowered.compile().as_text()), flush=True)
+        if task == "beforehand":
+            jax.config.update("jax_default_device", topology.devices[0])
+            compile_kernels([lowered, lowered])
+            print("compiled beforehand", flush=True)
+            lowered.compile()
         if task == "compile":
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))

@@ -172,6 +172,16 @@ class EngineHost:
     def _precompile(self, progress: bool) -> None:
         self._engine.precompile(progress=progress, wait=False)
         freeze_gc_heap()
+        threading.Thread(target=self._report_full_speed, daemon=True).start()
+
+    def _report_full_speed(self) -> None:
+        """Wait for background compilation, and print that it has ended."""
+        try:
+            self._engine.graphs.wait()
+            text = f"all {self._engine.graphs.num_compiles} steps are compiled, and run at full speed"
+        except Exception as error:
+            text = f"some steps could not be compiled in the background: {describe_error(error)}"
+        print(f"jattn: {text}", file=sys.stderr, flush=True)
 
     def _call(self, number: int, name: str, *args: Any) -> None:
         if name == "read_stats":  # Answered at once: a scrape must not wait for the end of a step.

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -46,6 +47,23 @@ def serving(engine, **options):
 def served():
     with serving(small_engine()) as (server, _):
         yield server
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no memory")])
+def test_end_of_the_background_compilation_is_printed(error, monkeypatch, capsys):
+    engine = small_engine()
+    if error is not None:
+        monkeypatch.setattr(engine.graphs, "wait", mock.Mock(side_effect=error))
+    printed = []
+
+    def has_printed():
+        printed.append(capsys.readouterr().err)
+        return "jattn: " in "".join(printed)
+
+    with serving(engine) as (server, _):
+        server.wait_until(has_printed, 60)
+    expected = "are compiled, and run" if error is None else "could not be compiled in the background"
+    assert expected in "".join(printed)
 
 
 def is_free(engine):
