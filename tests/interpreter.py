@@ -5,23 +5,30 @@ of a callback on the CPU device first. The interpreter reads them on the host on
 """
 
 import functools
+import importlib
 
 import jax
 import numpy as np
 from jax._src import callback
-from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
-MODULE = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
+PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 
 
 def pass_numpy_arrays() -> None:
-    """Let the interpreter's callbacks receive copies of their arguments as NumPy arrays."""
-    through_device = callback.io_callback_impl
+    """Let the interpreter's callbacks receive copies of their arguments as NumPy arrays.
+
+    A version of JAX that lacks one of the replaced functions keeps its own callbacks.
+    """
+    try:
+        shared_memory = importlib.import_module(f"{PACKAGE}.shared_memory")
+        through_device, _ = callback.io_callback_impl, shared_memory._to_int
+    except (ImportError, AttributeError):
+        return
 
     @functools.wraps(through_device)
     def call(*args, callback, **params):
-        function = callback.callback_func
-        if getattr(function, "func", function).__module__ != MODULE:
+        function = getattr(callback, "callback_func", callback)
+        if getattr(function, "func", function).__module__ != f"{PACKAGE}.gpu_callbacks":
             return through_device(*args, callback=callback, **params)
         return tuple(map(np.asarray, callback(*map(np.array, args))))
 
