@@ -111,18 +111,38 @@ async def create_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body: CompletionBody = await read_body(request, CompletionBody)
     service.check_model(body.model)
-    check_supported(body, {"suffix": ("",), "best_of": (body.n or 1,)})
+    check_supported(body, {"suffix": ("",)})
     prompts = await _tokenize_prompts(service, body)
     for prompt_ids, _ in prompts:
         check_context_length("prompt", len(prompt_ids), body.max_tokens, service.info.max_model_len)
     constraint = output_constraint(body)
     params = to_sampling_params(
-        body, service.default_sampling, constraint, **_length_params(body), logprobs=body.logprobs
+        body, service.default_sampling, constraint, **_length_params(body), **_candidate_params(body)
     )
     formatter = CompletionFormatter(service.token_formatter_for(body), body, prompts)
     token_ids = [prompt_ids for prompt_ids, _ in prompts]
     responder = CompletionResponder(service, body, token_ids, params, formatter, constraint)
     return await responder.respond(request)
+
+
+def _candidate_params(body: CompletionBody) -> dict[str, Any]:
+    """Return the number of generated completions per prompt, and the log-probabilities that rank them.
+
+    With `best_of`, the `n` completions with the highest mean log-probability are returned.
+
+    Raises:
+        ValueError: If `best_of` is less than n, or is combined with greedy sampling or streaming.
+    """
+    num, best_of = body.n or 1, body.best_of
+    if best_of is None or best_of == num:
+        return {"n": num, "logprobs": body.logprobs}
+    if best_of < num:
+        raise ValueError(f"best_of must be at least n={num}, got {best_of}.")
+    if body.temperature == 0:
+        raise ValueError(f"best_of must equal n={num} if temperature=0, got {best_of}.")
+    if body.stream:
+        raise ValueError(f"best_of must equal n={num} if stream=true, got {best_of}.")
+    return {"n": best_of, "logprobs": body.logprobs or 0}
 
 
 def _length_params(body: CompletionBody) -> dict[str, Any]:
@@ -141,7 +161,7 @@ async def _tokenize_prompts(service: Service, body: CompletionBody) -> list[tupl
     if not isinstance(prompt, str) and not prompt:  # "" may become a BOS token.
         raise ValueError("prompt must contain at least one token or prompt, got [].")
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    service.check_num_completions(len(prompts) * (body.n or 1))
+    service.check_num_completions(len(prompts) * (body.best_of or body.n or 1))
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     encoded_texts = iter(
         await tokenize_async(service.tokenizer, texts, add_special_tokens=body.add_special_tokens)

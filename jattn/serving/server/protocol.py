@@ -127,8 +127,8 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
     # Only the default is supported
-    best_of: int | None = None
     suffix: str | None = None
 
 

@@ -118,7 +118,7 @@ class CompletionResponder:
         async with contextlib.aclosing(outputs):
             async for index, output in outputs:
                 parts[index].append(output)
-        completions = [_concatenate(outputs_of_one) for outputs_of_one in parts]
+        completions = self._select_best([_concatenate(outputs_of_one) for outputs_of_one in parts])
         choices = [self.formatter.choice(i, output, is_chunk=False) for i, output in enumerate(completions)]
         return {
             **self._envelope(self.formatter.object_name),
@@ -126,6 +126,18 @@ class CompletionResponder:
             **self.formatter.extra_fields(completions[0]),
             "usage": self._usage(),
         }
+
+    def _select_best(self, completions: list[RequestOutput]) -> list[RequestOutput]:
+        """Return the `n` completions of each prompt with the highest mean log-probability (`best_of`)."""
+        num_generated, num_returned = self.params.n, self.body.n or 1
+        if num_generated == num_returned:
+            return completions
+        groups = [completions[i : i + num_generated] for i in range(0, len(completions), num_generated)]
+        return [
+            completion
+            for group in groups
+            for completion in sorted(group, key=_mean_logprob, reverse=True)[:num_returned]
+        ]
 
     async def _events(
         self, first: tuple[int, RequestOutput], outputs: AsyncGenerator[tuple[int, RequestOutput]]
@@ -217,6 +229,13 @@ def _has_content(choice: dict[str, Any]) -> bool:
 
 def _encode_event(data: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(data)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    """Return the mean log-probability of a completion's tokens."""
+    positions = zip(output.new_token_ids, output.logprobs or (), strict=True)
+    logprobs = [position[token].logprob for token, position in positions]
+    return sum(logprobs) / max(len(logprobs), 1)
 
 
 def _concatenate(outputs: list[RequestOutput]) -> RequestOutput:

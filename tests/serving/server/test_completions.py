@@ -58,6 +58,24 @@ class TestCompletions:
         assert len(events) > 1
         assert all("usage" not in event for event in events)
 
+    def test_best_of_returns_the_most_likely_completions(self, server):
+        request_body = {"prompt": ["abc", "d"], "max_tokens": 6, "seed": 4, "temperature": 1.2}
+        candidates = server.post("/v1/completions", **request_body, n=5, logprobs=1)["choices"]
+        mean = lambda choice: sum(choice["logprobs"]["token_logprobs"]) / 6
+        best = lambda choices: [choice["text"] for choice in sorted(choices, key=mean, reverse=True)[:2]]
+        response = server.post("/v1/completions", **request_body, n=2, best_of=5)
+        assert [choice["text"] for choice in response["choices"]] == [
+            *best(candidates[:5]),
+            *best(candidates[5:]),
+        ]
+        assert [(choice["index"], choice["logprobs"]) for choice in response["choices"]] == [
+            (i, None) for i in range(4)
+        ]
+        assert response["usage"]["completion_tokens"] == 60
+        status, error = server.error("/v1/completions", **request_body, best_of=2, stream=True)
+        assert (status, error["param"]) == (400, "best_of")
+        assert "best_of must equal n=1 if stream=true, got 2" in error["message"]
+
     def test_choices_of_several_prompts_are_numbered(self, server):
         request_body = {"prompt": ["abc", "d", "ef"], "n": 2, "max_tokens": 4, "seed": 1, "temperature": 1.0}
         complete = server.post("/v1/completions", **request_body)
@@ -113,7 +131,7 @@ class TestCompletions:
         assert all(value < 0 for value in joined("token_logprobs")[1:])
         assert len(joined("tokens")) == len(joined("token_logprobs")) == 5
 
-    @pytest.mark.parametrize("more", [{}, {"max_tokens": 0}])
+    @pytest.mark.parametrize("more", [{}, {"best_of": 5}, {"max_tokens": 0}])
     def test_echo_with_several_completions(self, server, more):
         request_body = {"prompt": ["abc", "de"], "max_tokens": 2, "n": 2, "seed": 1}
         request_body |= {"echo": True, "logprobs": 1} | more
@@ -126,9 +144,10 @@ class TestCompletions:
             assert result["token_logprobs"][0] is None
             assert all(value < 0 for value in result["token_logprobs"][1:])
             assert {len(values) for values in result.values()} == {len(prompt) + request_body["max_tokens"]}
-        streamed = [event["choices"][0] for event in server.events("/v1/completions", **request_body)]
-        firsts = [choice for choice in streamed if choice["logprobs"]["token_logprobs"][0] is None]
-        assert sorted(choice["index"] for choice in firsts) == [0, 1, 2, 3]
+        if "best_of" not in more:
+            streamed = [event["choices"][0] for event in server.events("/v1/completions", **request_body)]
+            firsts = [choice for choice in streamed if choice["logprobs"]["token_logprobs"][0] is None]
+            assert sorted(choice["index"] for choice in firsts) == [0, 1, 2, 3]
         result = server.post("/v1/completions", **request_body, prompt_logprobs=0)["choices"]
         lengths = [len(choice["prompt_logprobs"]) for choice in result]
         assert lengths == [3, 3, 2, 2]

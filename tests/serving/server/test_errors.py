@@ -99,7 +99,15 @@ def check_next_request(server):
             "length is 512 tokens. .* requested 529 tokens .513 in the ",
         ),
         (TEXT, {"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix: 'b' is not supported"),
-        (TEXT, {"prompt": "a", "best_of": 2}, 400, "best_of", "best_of: 2 is not supported"),
+        (TEXT, {"prompt": "a", "best_of": 2, "n": 3}, 400, "best_of", r"must be at least n=3, got 2"),
+        (TEXT, {"prompt": "a", "best_of": 129}, 400, "best_of", "less than or equal to 128"),
+        (
+            TEXT,
+            {"prompt": "a", "best_of": 2, "temperature": 0},
+            400,
+            "best_of",
+            "best_of must equal n=1 if temperature=0, got 2",
+        ),
         (TEXT, {"prompt": "a", "model": "gpt-9"}, 404, "model", "The model `gpt-9` does not exist"),
         (CHAT, {"messages": []}, 400, "messages", "messages: List should have at least 1 item"),
         (

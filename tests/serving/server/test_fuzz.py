@@ -38,7 +38,9 @@ def requests(draw):
     if not draw(one_in_four):
         body = {name: value for name, value in body.items() if name not in UNSUPPORTED | CHAT_UNSUPPORTED}
     if path in RESPONSE_TYPES:
-        body |= {name: draw(SMALL_INTEGERS) for name in ("n", "max_completion_tokens") if name in body}
+        body |= {
+            name: draw(SMALL_INTEGERS) for name in ("n", "best_of", "max_completion_tokens") if name in body
+        }
         body["max_tokens"] = draw(SMALL_INTEGERS)
     if not draw(one_in_four):
         name, value = VALID_FIELD[path]

@@ -180,6 +180,7 @@ class TestMisbehavingClients:
         ("path", "request_body"),
         [
             (TEXT, {"prompt": "a", "n": 7}),
+            (TEXT, {"prompt": "a", "best_of": 7}),
             (TEXT, {"prompt": ["a"] * 7}),
             (TEXT, {"prompt": [[1]] * 4, "n": 2}),
             (CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 7}),
