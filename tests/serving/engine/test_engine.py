@@ -81,7 +81,7 @@ def nothing_is_left_running(request):
 
 class TestGreedy:
     @pytest.mark.kernels
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
     def test_greedy_tokens_match_transformers_in_batches_chunks_and_after_preemption(self, name):
         golden = Golden(name)
         roomy = Engine(golden.model, **one_bucket(4, 160, 65))
