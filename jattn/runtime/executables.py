@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.mlir import ir
 
 from jattn.batch.bucket import Bucket
 
@@ -209,19 +208,11 @@ def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
     Mosaic, which belongs to the process, by the hash in its custom call.
     """
     kernels: dict[bytes, dict[str, Any]] = {}
-
-    def visit(operation: Any) -> ir.WalkResult:
-        if operation.name == "stablehlo.custom_call":
-            attributes = operation.attributes
-            if attributes["call_target_name"].value == KERNEL_CALL:
-                config = attributes["mhlo.backend_config"]
-                if (key := config["kernel_hash"].value_bytes) not in kernels:
-                    kernels[key] = {entry.name: _value(entry.attr) for entry in config}
-        return ir.WalkResult.ADVANCE
-
     for module in modules:
-        operations: Any = module.compiler_ir("stablehlo")
-        operations.operation.walk(visit)
+        ir_module: Any = module.compiler_ir("stablehlo")
+        for config in _kernel_configs(ir_module.operation):
+            if (key := config["kernel_hash"].value_bytes) not in kernels:
+                kernels[key] = {entry.name: _value(entry.attr) for entry in config}
     call = jax.ffi.ffi_call(KERNEL_CALL, jax.ShapeDtypeStruct((1,), jnp.float32))
 
     def compile(kernel: dict[str, Any]) -> None:
@@ -233,9 +224,21 @@ def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
             _result(future)
 
 
+def _kernel_configs(operation: Any) -> Iterator[Any]:
+    """Yield the attributes of each kernel call within an MLIR operation."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from _kernel_configs(inner)
+                if inner.operation.name == "stablehlo.custom_call":
+                    attributes = inner.attributes
+                    if attributes["call_target_name"].value == KERNEL_CALL:
+                        yield attributes["mhlo.backend_config"]
+
+
 def _value(attribute: Any) -> Any:
-    """Return the value of a string, number or bool of MLIR; strings as bytes."""
-    return attribute.value_bytes if isinstance(attribute, ir.StringAttr) else attribute.value
+    """Return the value of an MLIR attribute: a bool, a number, or a string as bytes."""
+    return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
 
 
 def _is_over() -> bool:
