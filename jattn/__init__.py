@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jattn.planning import KernelFallbackWarning, Plan, plan
     from jattn.runtime.decode_graphs import DecodeGraphs
     from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop
+    from jattn.score_mod import ScoreMod
     from jattn.spec import AttentionSpec
 
 try:
@@ -68,6 +69,7 @@ _MODULES = {
     # Attend over a paged cache.
     "attend": "jattn.attending",
     "LocalStrided": "jattn.masks.local_strided",
+    "ScoreMod": "jattn.score_mod",
     "merge_attn_states": "jattn.merge",
     "build_cascade_metadata": "jattn.cascade",
     "CascadeMetadata": "jattn.cascade",

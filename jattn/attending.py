@@ -25,6 +25,7 @@ from jattn.masks.base import check_is_mask
 from jattn.merge import merge_attention_outputs
 from jattn.planning import CascadePlan, LayerPlan, Plan, RegionPlan, check_plan_matches, plan_of_layer
 from jattn.pytree import replace
+from jattn.score_mod import ScoreFunction, ScoreMod, as_score_mod
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_bool, require_shape, require_type, unsupported
 
@@ -40,6 +41,7 @@ def attend(
     alibi_slopes: Array | None = None,
     *,
     mask: Mask | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[False] = False,
 ) -> Array: ...
@@ -54,6 +56,7 @@ def attend(
     alibi_slopes: Array | None = None,
     *,
     mask: Mask | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[True],
 ) -> tuple[Array, Array]: ...
@@ -67,6 +70,7 @@ def attend(
     alibi_slopes: Float[Array, " heads"] | None = None,
     *,
     mask: Mask | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -74,7 +78,8 @@ def attend(
 
     Call `write_kv` first: a token attends to its own key, too.
 
-    Scores are `scale * q.k`, then soft-capped, masked and ALiBi-biased. The softmax is computed in f32.
+    Scores are `scale * q.k`, then soft-capped, ALiBi-biased, changed by `score_mod`, and masked. The
+    softmax is computed in f32.
 
     Args:
         query: Queries of the step in the order of the metadata's tokens. Padding tokens may hold anything.
@@ -88,6 +93,8 @@ def attend(
             `AttentionSpec.sqrt_alibi` for the other form.
         mask: Mask in addition to the spec's, whose rows are the metadata's rows; may hold arrays that change
             from step to step. Pass a mask that all layers share to `plan(mask=)` instead; None with a plan.
+        score_mod: Function `f(score, batch, head, q_idx, kv_idx)` that returns the new score of a pair, or a
+            `ScoreMod` with arrays to look up. Pass it to `plan`, too, if there is a plan.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference. None
             uses the plan's choice, or without a plan the best one that device and layer support. A name
             overrides the plan for this layer. Over PackedKV all implementations are differentiable, with
@@ -108,15 +115,16 @@ def attend(
     """
     require_bool(return_lse=return_lse)
     sinks, alibi_slopes = check_attend(query, cache, metadata, spec, plan, sinks, alibi_slopes, mask)
-    cascade = None if plan is None else plan.cascade_of(cache, spec, alibi_slopes)
+    mod = as_score_mod(score_mod)
+    cascade = None if plan is None or mod is not None else plan.cascade_of(cache, spec, alibi_slopes)
     if plan is not None and cascade is not None:
         check_plan_matches(plan, metadata)
         out, lse = attend_cascade(query, cache, spec, cascade, sinks=sinks, implementation=implementation)
     else:
-        config = layer_config(spec, cache, query.dtype)
+        config = layer_config(spec, cache, query.dtype, mod)
         layer, regions = plan_of_layer(plan, metadata, config, mask, implementation)
         out, lse = attend_regions(
-            query, cache, metadata, regions, sinks, alibi_slopes, layer=layer, return_lse=return_lse
+            query, cache, metadata, regions, sinks, alibi_slopes, mod, layer=layer, return_lse=return_lse
         )
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
@@ -175,6 +183,7 @@ def attend_regions(
     regions: Sequence[RegionPlan],
     sinks: Array | None,
     alibi_slopes: Array | None,
+    score_mod: ScoreMod | None = None,
     saved_outputs: tuple[Array, Array] | None = None,
     *,
     layer: LayerPlan,
@@ -189,6 +198,7 @@ def attend_regions(
         regions: Plan of each region that the step has.
         sinks: Attention sinks, [q_heads].
         alibi_slopes: ALiBi slopes, [q_heads].
+        score_mod: Score function of the layer; None: none.
         saved_outputs: Output and log-sum-exp that an earlier call returned for packed keys of a step with one
             region. They are returned with attention's gradient instead of being computed again.
         layer: Plan of the layer (static).
@@ -208,10 +218,18 @@ def attend_regions(
             end = batch.first_row + batch.metadata.bucket.max_reqs
             starts = rows_from(kv.kv_start_loc, batch.first_row, end)
             kv = replace(kv, kv_start_loc=starts, is_in_order=kv.is_in_order and batch.first_row == 0)
+        mod = None if score_mod is None else score_mod.from_row(batch.first_row)
         if choice.implementation == "reference":
             lse: Array | None
             out, lse = reference.attend(
-                q, kv, batch.metadata, spec, mask=region.mask, sinks=sinks, alibi_slopes=alibi_slopes
+                q,
+                kv,
+                batch.metadata,
+                spec,
+                mask=region.mask,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                score_mod=mod,
             )
         elif isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
             out, lse = differentiable_attention.attend(
@@ -225,12 +243,13 @@ def attend_regions(
                 kernel_plan=region.kernel_plan,
                 sinks=sinks,
                 alibi_slopes=alibi_slopes,
+                score_mod=mod,
                 return_lse=return_lse,
                 saved_outputs=saved_outputs,
             )
         else:
-            q, kv, region_sinks, slopes = reject_gradient_over_cache(
-                (q, kv, sinks, alibi_slopes), choice.implementation
+            q, kv, region_sinks, slopes, mod = reject_gradient_over_cache(
+                (q, kv, sinks, alibi_slopes, mod), choice.implementation
             )
             if choice.kernel is None:
                 out, lse = xla.attend(
@@ -242,6 +261,7 @@ def attend_regions(
                     mask=region.mask,
                     sinks=region_sinks,
                     alibi_slopes=slopes,
+                    score_mod=mod,
                 )
             else:
                 out, lse = mosaic_gpu.attend(

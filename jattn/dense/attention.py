@@ -28,8 +28,9 @@ from jattn.dense.per_shard import (
 from jattn.dense.sharding import explicit_sharding, run_sharded
 from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.masks import Mask
+from jattn.score_mod import ScoreFunction, ScoreMod, as_score_mod
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require_bool, suggest_argument_names
+from pallas_kernels.checks import require_bool, suggest_argument_names, unsupported
 
 
 @suggest_argument_names("attention", ARGUMENT_HINTS)
@@ -47,6 +48,7 @@ def attention(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     mask: Mask | Array | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
     deterministic: bool = False,
@@ -78,6 +80,9 @@ def attention(
         mask: Mask of `jattn.masks` with one row per batch element or document, or one for all, that covers
             the longest of them; or a bool array that broadcasts to [batch, q_heads, q_tokens, kv_tokens],
             which the kernels do not support.
+        score_mod: Function `f(score, batch, head, q_idx, kv_idx)` that returns the new score of a pair,
+            applied after the soft cap and ALiBi; or a `jattn.ScoreMod` with arrays to look up, which have
+            gradients, too. The kernels do not support it.
         return_lse: Whether to return the log-sum-exp too.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
             = the best one that supports the call on this machine.
@@ -106,7 +111,8 @@ def attention(
     mask_inputs = check_mask_inputs(q, k, segment_ids, cu_seqlens, mask, spec)
     requested = implementations_for_documents(segment_ids, mask_inputs.mask, implementation)
     per_head = spec.per_head(sinks, alibi_slopes)
-    out, lse = attend_arrays((q, k, v), mask_inputs, per_head, spec=spec, implementation=requested)
+    mod = as_score_mod(score_mod)
+    out, lse = attend_arrays((q, k, v), mask_inputs, per_head, mod, spec=spec, implementation=requested)
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
@@ -115,6 +121,7 @@ def attend_arrays(
     arrays: tuple[Array, Array, Array],
     mask_inputs: MaskInputs,
     per_head: dict[str, Array | None],
+    score_mod: ScoreMod | None = None,
     *,
     spec: AttentionSpec,
     implementation: ImplementationArg,
@@ -125,11 +132,18 @@ def attend_arrays(
         arrays: Queries, keys and values.
         mask_inputs: Segment ids, document boundaries and mask.
         per_head: Parameters per head: sinks and alibi_slopes.
+        score_mod: Score function; None: none.
         spec: Static: attention spec.
         implementation: Static: implementation name, tuple of names, or None.
     """
-    inputs, args = AttentionInputs(*arrays, per_head), DenseStaticArgs(spec, implementation)
+    inputs, args = AttentionInputs(*arrays, per_head, score_mod), DenseStaticArgs(spec, implementation)
     sharding = explicit_sharding(*arrays)
+    if score_mod is not None:
+        if sharding is not None or has_auto_sharding(arrays):
+            reason = "a score function gets the global batch element and head"
+            fix = "Call attention inside jax.shard_map, whose function knows its device's batch and heads"
+            raise unsupported("score_mod with sharded arrays", reason, fix)
+        return attend_shard(None, args, inputs, mask_inputs)
     if sharding is not None:
         input_specs, mask_specs, output_specs = partition_specs(sharding, inputs, mask_inputs)
         attend_local = functools.partial(attend_shard, sharding, args)

@@ -21,6 +21,7 @@ from jattn.implementations.selection import ImplementationArg
 from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
 from jattn.planning import plan_layers, plan_of_layer
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 
 
@@ -38,6 +39,7 @@ class AttentionInputs(NamedTuple):
     k: Array
     v: Array
     per_head: dict[str, Array | None]
+    score_mod: ScoreMod | None = None
 
 
 class AttentionOutput(NamedTuple):
@@ -81,7 +83,7 @@ def attend_shard(
         mask_inputs: Local segment ids and mask.
         outputs: Known output, which is returned with its derivative instead of being computed.
     """
-    (spec, implementation), (q, k, v, per_head) = args, inputs
+    (spec, implementation), (q, k, v, per_head, score_mod) = args, inputs
     if sharding is not None:
         mask_inputs = mask_inputs._replace(mask=sharding.local_mask(mask_inputs.mask, spec))
         spec, k, v = sharding.local_spec(spec), sharding.local_kv_heads(k), sharding.local_kv_heads(v)
@@ -91,12 +93,12 @@ def attend_shard(
     else:
         arrays = (q, k, v) if has_batch else (q[None], k[None], v[None])
         layout, implementation = _layout_batch(
-            arrays, mask_inputs, per_head, DenseStaticArgs(spec, implementation)
+            arrays, mask_inputs, inputs, DenseStaticArgs(spec, implementation)
         )
     if outputs is not None and not is_packed:
         out, lse = outputs if has_batch else (x[None] for x in outputs)
         outputs = AttentionOutput(repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T)
-    config = layer_config(spec, None, q.dtype)
+    config = layer_config(spec, None, q.dtype, score_mod)
     layer, regions = plan_of_layer(None, layout.metadata, config, layout.mask, implementation)
     out, lse = attend_regions(
         layout.query,
@@ -105,6 +107,7 @@ def attend_shard(
         regions,
         per_head["sinks"],
         per_head["alibi_slopes"],
+        score_mod,
         outputs,
         layer=layer,
         return_lse=True,
@@ -118,12 +121,13 @@ def attend_shard(
 def _layout_batch(
     arrays: tuple[Array, Array, Array],
     mask_inputs: MaskInputs,
-    per_head: dict[str, Array | None],
+    inputs: AttentionInputs,
     args: DenseStaticArgs,
 ) -> tuple[DenseLayout, ImplementationArg]:
     """Lay out a batch; return its implementation too, if segment ids required selecting it here."""
     spec, implementation = args
-    is_masked = any(x is not None for x in (spec.sparsity, mask_inputs.mask, per_head["alibi_slopes"]))
+    positional = (spec.sparsity, mask_inputs.mask, inputs.per_head["alibi_slopes"], inputs.score_mod)
+    is_masked = any(x is not None for x in positional)
     lay = functools.partial(
         layout_batch,
         *arrays,
@@ -139,7 +143,7 @@ def _layout_batch(
         return lay(mask if mask_inputs.mask is None else mask & mask_inputs.mask)
 
     layout = layout_with_segments(as_runs=True)
-    config = layer_config(spec, None, layout.query.dtype)
+    config = layer_config(spec, None, layout.query.dtype, inputs.score_mod)
     (layer,) = plan_layers(layout.metadata, (config,), layout.mask, implementation=implementation)
     if layer.prefill is None or layer.prefill.implementation == "mosaic_gpu":
         return layout, implementation

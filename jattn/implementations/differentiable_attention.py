@@ -21,6 +21,7 @@ from jattn.implementations.xla import QueryTiles, match_varying_axes
 from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
 from jattn.pytree import replace
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import forbid_derivative, unsupported
 
@@ -34,6 +35,7 @@ class Inputs(NamedTuple):
     kv: PackedKV
     sinks: Float[Array, " q_heads"] | None
     alibi_slopes: Float[Array, " q_heads"] | None
+    score_mod: ScoreMod | None
 
 
 class Context(NamedTuple):
@@ -58,6 +60,7 @@ def attend(
     kernel_plan: KernelPlan | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None,
     return_lse: bool,
     saved_outputs: tuple[Array, Array] | None = None,
 ) -> OutAndLse:
@@ -74,6 +77,7 @@ def attend(
         kernel_plan: Kernel plan of the region; None computes it here.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
+        score_mod: Score function of the layer; None: none.
         return_lse: Return the log-sum-exp.
         saved_outputs: Output and log-sum-exp if they are known. They are returned with attention's gradient
             instead of being computed.
@@ -81,12 +85,13 @@ def attend(
     Raises:
         NotImplementedError: If a kernel is called under shard_map's check of varying axes.
     """
-    k, v = kv.k, kv.v
+    arrays: Any = (query, kv.k, kv.v, sinks, alibi_slopes, score_mod)
     # All vary over every device axis that one varies over. The broadcast happens here, so that its gradient's
     # sum over devices does, too.
-    for like in (query, k, v, sinks, alibi_slopes):
-        if like is not None:
-            query, k, v, sinks, alibi_slopes = match_varying_axes(like, (query, k, v, sinks, alibi_slopes))
+    floats = (x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating))
+    for like in floats:
+        arrays = match_varying_axes(like, arrays)
+    query, k, v, sinks, alibi_slopes, score_mod = arrays
     axes = sorted(jax.typeof(query).manual_axis_type.varying)
     if choice.kernel is not None and axes:
         reason = "the kernels do not support shard_map's check of varying axes"
@@ -95,7 +100,7 @@ def attend(
         raise unsupported(feature, reason, fix)
     if choice.kernel is None and mask is not None:
         mask = lift_captured_arrays(mask)
-    inputs = Inputs(query, replace(kv, k=k, v=v), sinks, alibi_slopes)
+    inputs = Inputs(query, replace(kv, k=k, v=v), sinks, alibi_slopes, score_mod)
     context = Context(metadata, mask, query_tiles, kernel_plan, saved_outputs)
     return _attend(spec, choice, return_lse, inputs, context)
 
@@ -130,6 +135,7 @@ def _attend(
         mask=context.mask,
         sinks=inputs.sinks,
         alibi_slopes=inputs.alibi_slopes,
+        score_mod=inputs.score_mod,
     )
     return out, lse if return_lse else None
 
@@ -179,12 +185,15 @@ def _backward(
     grad_out = jnp.zeros_like(out) if isinstance(grads[0], SymbolicZero) else grads[0]
     grad_lse = None if isinstance(grads[1], SymbolicZero) else grads[1]
     inputs, out, lse, grad_out, grad_lse = reject_second_derivative((inputs, out, lse, grad_out, grad_lse))
-    (query, kv, sinks, slopes), outputs = inputs, xla.OutputGradients(out, lse, grad_out, grad_lse)
+    (query, kv, sinks, slopes, score_mod), outputs = inputs, xla.OutputGradients(out, lse, grad_out, grad_lse)
+    grad_score_mod: Any = None
     if choice.kernel is None or not _has_backward_kernel(
         spec, choice, inputs, mask, needs_slope_gradient=needs_slope_gradient is not None
     ):
-        args = xla.AttentionArgs(kv, metadata, spec, mask, sinks, slopes)
-        grad_query, grad_k, grad_v, grad_sinks, grad_slopes = xla.gradients(query, args, outputs)
+        args = xla.AttentionArgs(kv, metadata, spec, mask, sinks, slopes, score_mod)
+        grad_query, grad_k, grad_v, grad_sinks, grad_slopes, grad_arrays = xla.gradients(query, args, outputs)
+        if score_mod is not None:
+            grad_score_mod = score_mod.with_float_arrays(grad_arrays, None)
     else:
         grad_query, grad_k, grad_v = mosaic_gpu.gradients(
             query,
@@ -201,7 +210,7 @@ def _backward(
         grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, outputs, metadata)
         grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
     grad_kv: Any = replace(kv, k=grad_k, v=grad_v, kv_start_loc=None)
-    return Inputs(grad_query, grad_kv, grad_sinks, grad_slopes), None
+    return Inputs(grad_query, grad_kv, grad_sinks, grad_slopes, grad_score_mod), None
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)

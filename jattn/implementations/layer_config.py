@@ -11,6 +11,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.pytree import replace
+from jattn.score_mod import ScoreFunction, ScoreMod
 from jattn.spec import AttentionSpec
 
 type CacheOrSpec = CacheSpec | PagedCache | PackedKV
@@ -54,15 +55,19 @@ class LayerConfig:
         spec: Attention of the layer.
         query_dtype: Dtype of the queries.
         cache: Format of the paged cache; None for keys outside a cache.
+        score_function: Score function of the layer; None without one.
     """
 
     spec: AttentionSpec
     query_dtype: np.dtype
     cache: CacheFormat | None
+    score_function: ScoreFunction | None = None
 
     def __str__(self) -> str:
         where = "keys outside a cache" if self.cache is None else str(self.cache)
-        return f"{_describe_spec(self.spec)}; {self.query_dtype.name} queries, {where}"
+        function = self.score_function
+        score_mod = "" if function is None else f", score_mod={getattr(function, '__name__', function)}"
+        return f"{_describe_spec(self.spec)}{score_mod}; {self.query_dtype.name} queries, {where}"
 
 
 class RegionSizes(NamedTuple):
@@ -93,7 +98,10 @@ def region_sizes(metadata: BatchMetadata) -> tuple[RegionSizes, ...]:
 
 
 def layer_config(
-    spec: AttentionSpec, cache: CacheOrSpec | None, query_dtype: DTypeLike | None = None
+    spec: AttentionSpec,
+    cache: CacheOrSpec | None,
+    query_dtype: DTypeLike | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> LayerConfig:
     """Return the configuration of a layer.
 
@@ -101,9 +109,11 @@ def layer_config(
         spec: Attention of the layer.
         cache: Cache or CacheSpec of the layer; None for keys outside a cache.
         query_dtype: Dtype of the queries; None uses the cache's compute dtype.
+        score_mod: Score function of the layer; None: none.
     """
     dtype = jnp.dtype(_compute_dtype(cache) if query_dtype is None else query_dtype)
-    return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache))
+    function = None if score_mod is None else score_mod.function
+    return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache), score_function=function)
 
 
 def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:

@@ -12,6 +12,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import round_token_head
 from jattn.masks import Mask, Pairs
+from jattn.score_mod import ScoreMod, visible_pairs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
@@ -24,6 +25,7 @@ def attend(
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Return output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
@@ -53,6 +55,10 @@ def attend(
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if alibi_slopes is not None:
             s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
+        if score_mod is not None:
+            heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)[:, None, None]
+            pairs = (row, heads, positions[None, :, None], k_positions[None, None, :])
+            s = score_mod(jnp.where(visible, s, 0.0), *visible_pairs(visible, *pairs))
         out, lse = softmax_average(jnp.where(visible, s, -jnp.inf), v, sinks)
         outs, lses = carry
         return (

@@ -52,7 +52,8 @@ class LayerPlan:
 
     def covers(self, layer: LayerConfig) -> bool:
         """Return whether this plan applies to a layer."""
-        return layer == self.layer or (self.is_for_any_cache and layer.spec == self.layer.spec)
+        is_like = layer.spec == self.layer.spec and layer.score_function == self.layer.score_function
+        return layer == self.layer or (self.is_for_any_cache and is_like)
 
     @property
     def choices(self) -> tuple[tuple[str, ImplementationChoice], ...]:

@@ -25,6 +25,7 @@ from jattn.planning.layer_plans import (
     table,
 )
 from jattn.pytree import pytree, replace, static
+from jattn.score_mod import ScoreFunction, ScoreMod, as_score_mod
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_type, unsupported
@@ -129,6 +130,7 @@ def plan(
     cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None = None,
     *,
     mask: Mask | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     implementation: ImplementationArg = None,
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
@@ -146,6 +148,7 @@ def plan(
             None for keys outside a paged cache (PackedKV).
         mask: Mask of this step for every layer, in addition to the layers' masks; may have arrays. Its tile
             lists are computed once here, and `attend` takes the mask from the plan.
+        score_mod: Score function of every layer; `attend` gets it, too. Its arrays may differ between layers.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
             uses the best one that device and layer support.
         query_dtype: Dtype of the layers' queries; None uses the dtype of their caches or CacheSpecs, and
@@ -161,7 +164,7 @@ def plan(
         NotImplementedError: If no requested implementation supports a layer, or both a common prefix and a
             mask are passed; the message has the reason.
     """
-    layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype)
+    layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype, as_score_mod(score_mod))
     with support.target(device):
         full_plan = build_plan(
             metadata, plan_layers(metadata, layers, mask, implementation=implementation), mask
@@ -179,7 +182,11 @@ def _cascade_plan(
     parts: CascadeMetadata, layers: Sequence[LayerConfig], implementation: ImplementationArg
 ) -> CascadePlan | None:
     """Return the plans of prefix and suffix for the layers that support cascade attention, or None."""
-    layers = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
+    layers = tuple(
+        layer
+        for layer in layers
+        if layer.cache is not None and can_cascade(layer.spec) and layer.score_function is None
+    )
     if not layers:
         return None
     prefix_layers = dict.fromkeys(  # all queries follow the prefix, so attention to it is not causal
@@ -241,6 +248,7 @@ def _distinct_layer_configs(
     specs: AttentionSpec | Sequence[AttentionSpec],
     cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None,
     query_dtype: DTypeLike | None,
+    score_mod: ScoreMod | None,
 ) -> tuple[LayerConfig, ...]:
     """Validate the layers and return their distinct configurations."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
@@ -263,7 +271,10 @@ def _distinct_layer_configs(
     if query_dtype is not None:
         query_dtype = require_float_dtype("query_dtype", query_dtype)
         require_query_dtype("query_dtype", query_dtype)
-    layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(layer_specs, caches, strict=True))
+    layers = (
+        layer_config(spec, cache, query_dtype, score_mod)
+        for spec, cache in zip(layer_specs, caches, strict=True)
+    )
     return tuple(dict.fromkeys(layers))
 
 

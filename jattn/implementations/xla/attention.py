@@ -18,6 +18,7 @@ from jattn.cache.quantization import quantize_token_head
 from jattn.cache.types import take_blocks
 from jattn.masks import And, Mask, Or, Pairs, Sinks
 from jattn.pytree import pytree, static
+from jattn.score_mod import ScoreMod
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 TILE_Q = 64  # queries per tile
@@ -38,6 +39,7 @@ class AttentionArgs(NamedTuple):
     mask: Mask | None
     sinks: Float[Array, " q_heads"] | None
     alibi_slopes: Float[Array, " q_heads"] | None
+    score_mod: ScoreMod | None = None
 
 
 @pytree
@@ -116,6 +118,7 @@ def attend(
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Return output and log-sum-exp of every token, as `jattn.attend` defines them.
 
@@ -128,11 +131,12 @@ def attend(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
+        score_mod: Score function of the layer; None: none.
     """
     bucket, num_decodes = metadata.bucket, metadata.bucket.max_decodes
     if bucket.max_tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
-    args = AttentionArgs(kv, metadata, spec, mask, sinks, alibi_slopes)
+    args = AttentionArgs(kv, metadata, spec, mask, sinks, alibi_slopes, score_mod)
     outs, lses = [], []  # [tokens, q_heads, head_dim] and [tokens, q_heads]
     if num_decodes:  # One tile per row.
         q = query[: bucket.max_decode_tokens]
@@ -203,6 +207,11 @@ def attend_tile(
         s, visible = capped_scores(queries, chunk, key_positions, static_k, args)
         if args.alibi_slopes is not None:
             s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
+        if args.score_mod is not None:
+            pairs = pairs_of(
+                spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill
+            )
+            s = args.score_mod(s, pairs.row, pairs.head, pairs.query, pairs.key)
         s = jnp.where(visible, s, -jnp.inf)
         return add_chunk(state, s, chunk, visible.any(axis=(1, 2)), queries.q.dtype)
 

@@ -6,6 +6,7 @@ values are added one after the other, so that results are bit-identical between 
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +28,12 @@ from jattn.implementations.xla.attention import (
     load_chunk,
     make_tile_queries,
     match_varying_axes,
+    pairs_of,
     prefill_tiles,
     static_scales,
     tile_alibi_bias,
 )
+from jattn.score_mod import visible_pairs
 from jattn.spec import AttentionSpec
 
 QUERIES_AT_ONCE = 512  # queries per group of tiles, which has at least one tile
@@ -61,6 +64,7 @@ class TileGradients(NamedTuple):
     k: Float[Array, "keys kv_heads head_dim"]
     v: Float[Array, "keys kv_heads head_dim"]
     alibi_slopes: Float[Array, "kv_heads group"]
+    score_arrays: tuple[Array, ...]
 
 
 def tile_gradients(
@@ -91,10 +95,12 @@ def tile_gradients(
     s = capped
     if args.alibi_slopes is not None:
         s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
+    s, modified_vjp = _modify_scores(s, visible, queries, key_positions, args)
     s = jnp.where(visible, s, -jnp.inf)
     p = jnp.exp(s - lse[..., None])
     dp = matmul("hgqd,khd->hgqk", grad_out, v)
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)
+    ds, score_arrays = modified_vjp(ds)
     slopes = _slope_gradient(ds, queries, key_positions, args)
     ds = _gradient_before_cap(ds, capped, visible, args.spec) * args.spec.softmax_scale
     ds, p = ds.astype(matmul_dtype), p.astype(matmul_dtype)
@@ -107,7 +113,37 @@ def tile_gradients(
         k=dk,
         v=dv,
         alibi_slopes=slopes,
+        score_arrays=score_arrays,
     )
+
+
+def _modify_scores(
+    s: Array, visible: Array, queries: TileQueries, key_positions: Array, args: AttentionArgs
+) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
+    """Apply the layer's score function, if any.
+
+    Returns:
+        The new scores, and the function from their gradient, which is 0 for invisible pairs, to that of the
+        scores before and those of the score function's float arrays.
+    """
+    score_mod = args.score_mod
+    if score_mod is None:
+        return s, lambda ds: (ds, ())
+    pairs = pairs_of(args.spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill)
+    visible = jnp.broadcast_to(visible, s.shape)
+    at_visible_pairs = visible_pairs(visible, pairs.row, pairs.head, pairs.query, pairs.key)
+
+    def modify(s: Array, arrays: tuple[Array, ...]) -> Array:
+        return score_mod.with_float_arrays(arrays)(s, *at_visible_pairs)
+
+    modified, vjp = jax.vjp(modify, jnp.where(visible, s, 0.0), score_mod.float_arrays)
+
+    def gradients(ds: Array) -> tuple[Array, tuple[Array, ...]]:
+        ds, arrays = vjp(ds.astype(modified.dtype))
+        has_visible = visible.any()
+        return jnp.where(visible, ds, 0.0), tuple(jnp.where(has_visible, x, 0) for x in arrays)
+
+    return modified, gradients
 
 
 def _group_by_kv_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSpec) -> Array:
@@ -157,6 +193,7 @@ class Gradients(NamedTuple):
     v: Array
     sinks: Array | None
     alibi_slopes: Array | None
+    score_arrays: tuple[Array, ...]
 
 
 class BackwardTiles(NamedTuple):
@@ -181,6 +218,7 @@ class GradientSums(NamedTuple):
     k: Float[Array, "kv_room kv_heads head_dim"]
     v: Float[Array, "kv_room kv_heads head_dim"]
     alibi_slopes: Float[Array, "kv_heads group"]
+    score_arrays: tuple[Array, ...]
 
 
 def gradients(
@@ -195,15 +233,18 @@ def gradients(
     """
     kv, metadata, sinks = args.kv, args.metadata, args.sinks
     assert isinstance(kv, PackedKV)
+    score_arrays = () if args.score_mod is None else args.score_mod.float_arrays
     if metadata.bucket.max_tokens == 0 or has_no_keys(kv, metadata):
-        return jax.tree.map(jnp.zeros_like, Gradients(query, kv.k, kv.v, sinks, args.alibi_slopes))
+        inputs = Gradients(query, kv.k, kv.v, sinks, args.alibi_slopes, score_arrays)
+        return jax.tree.map(jnp.zeros_like, inputs)
     acc_dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     tokens = _backward_queries(query, outputs, metadata, acc_dtype)
     room = (kv.k.shape[0] + chunk_size(kv), *kv.k.shape[1:])
     spec = args.spec
     zeros = jnp.zeros(room, acc_dtype), jnp.zeros(room, acc_dtype)
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
-    sums = match_varying_axes(query, GradientSums(*zeros, jnp.zeros(heads, acc_dtype)))
+    array_sums = tuple(jnp.zeros(x.shape, jnp.promote_types(x.dtype, acc_dtype)) for x in score_arrays)
+    sums = match_varying_axes(query, GradientSums(*zeros, jnp.zeros(heads, acc_dtype), array_sums))
     grad_query = jnp.zeros_like(query)
     for tiles, is_prefill in _regions(metadata):
         add_group = functools.partial(_add_group, tokens=tokens, args=args, is_prefill=is_prefill)
@@ -217,6 +258,9 @@ def gradients(
         v=v.astype(kv.v.dtype),
         sinks=None if sinks is None else _sink_gradient(sinks, tokens),
         alibi_slopes=None if slopes is None else sums.alibi_slopes.reshape(-1).astype(slopes.dtype),
+        score_arrays=tuple(
+            x.astype(array.dtype) for x, array in zip(sums.score_arrays, score_arrays, strict=True)
+        ),
     )
 
 
@@ -306,7 +350,7 @@ def _add_group(
     low, high = jax.vmap(visible_chunks)(tiles, tile_queries.query)
 
     def step(index: Array, state: tuple[GradientSums, Array]) -> tuple[GradientSums, Array]:
-        (dk, dv, dslopes), dq = state
+        (dk, dv, dslopes, darrays), dq = state
         chunk = low + index
         parts = jax.vmap(chunk_gradients)(
             tiles._replace(lens=jnp.where(chunk < high, tiles.lens, 0)), tile_queries, chunk
@@ -322,7 +366,10 @@ def _add_group(
             return add_rows(k, parts.k[tile], starts[tile]), add_rows(v, parts.v[tile], starts[tile])
 
         dk, dv = jax.lax.fori_loop(0, num_tiles, add, (dk, dv))
-        return GradientSums(dk, dv, dslopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
+        darrays = tuple(
+            x + part.sum(axis=0, dtype=x.dtype) for x, part in zip(darrays, parts.score_arrays, strict=True)
+        )
+        return GradientSums(dk, dv, dslopes + parts.alibi_slopes.sum(axis=0), darrays), dq + parts.query
 
     dq = match_varying_axes(tokens.query, jnp.zeros(tile_queries.query.shape, tokens.lse.dtype))
     sums, dq = jax.lax.fori_loop(0, jnp.max(high - low), step, (sums, dq))

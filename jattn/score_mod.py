@@ -1,0 +1,125 @@
+"""Score functions: elementwise functions that change attention scores before the softmax."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.checks import require
+
+type ScoreFunction = Callable[..., Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class ScoreMod:
+    """A score function and the arrays it looks up, `f(score, batch, head, q_idx, kv_idx, *arrays)`.
+
+    The function gets scalars and returns the new score: it is traced once and applied to every pair of a
+    query and a key, as in FlexAttention. It is hashed by identity, so define it once and not per call.
+
+    Attributes:
+        function: Function of the scaled score, after the soft cap and the ALiBi bias of the layer; the row of
+            the batch (metadata row, batch element or document), the query head, and the positions of query
+            and key in their sequence, all int32; and the arrays.
+        arrays: Arrays that the function looks up. Attention has gradients for those of float dtype.
+        first_row: Row of the batch that row 0 of the attended region is.
+
+    Source: FlexAttention's `score_mod`, whose captured tensors are arguments here.
+    """
+
+    def __init__(self, function: ScoreFunction, *arrays: Array | np.ndarray) -> None:
+        """Bind arrays to a score function.
+
+        Raises:
+            ValueError: If it is not a function of five arguments and one more per array.
+        """
+        require(callable(function), "score_mod", "be a function", repr(function))
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # Some builtin functions have no signature.
+            signature = None
+        if signature is not None:
+            try:
+                signature.bind(*[None] * (5 + len(arrays)))
+            except TypeError:
+                arguments = "score, batch, head, q_idx and kv_idx"
+                raise ValueError(
+                    f"score_mod must take {arguments}, and {len(arrays)} arrays, got signature {signature}. "
+                    "Pass arrays as jattn.ScoreMod(function, *arrays)."
+                ) from None
+        self.function, self.arrays, self.first_row = function, arrays, 0
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[ScoreFunction, int]]:
+        """Flatten to the arrays (JAX protocol)."""
+        return self.arrays, (self.function, self.first_row)
+
+    @classmethod
+    def tree_unflatten(cls, structure: tuple[ScoreFunction, int], arrays: Any) -> "ScoreMod":
+        """Rebuild from the arrays (JAX protocol)."""
+        mod = object.__new__(cls)
+        mod.arrays, (mod.function, mod.first_row) = tuple(arrays), structure
+        return mod
+
+    def from_row(self, first_row: int) -> "ScoreMod":
+        """Return the score function of a region whose row 0 is `first_row` of the batch."""
+        return self.tree_unflatten((self.function, self.first_row + first_row), self.arrays)
+
+    @property
+    def float_arrays(self) -> tuple[Array, ...]:
+        """The arrays that have gradients."""
+        return tuple(jnp.asarray(x) for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    def with_float_arrays(self, float_arrays: Iterable[Any], other: Any = ...) -> "ScoreMod":
+        """Return the score function with other arrays of float dtype; `other` replaces the rest."""
+        new = iter(float_arrays)
+        arrays = [
+            next(new) if jnp.issubdtype(array.dtype, jnp.inexact) else array if other is ... else other
+            for array in self.arrays
+        ]
+        return self.tree_unflatten((self.function, self.first_row), arrays)
+
+    def __call__(
+        self, scores: Float[Array, "..."], row: Any, head: Any, query: Any, key: Any
+    ) -> Float[Array, "..."]:
+        """Return the new scores; the other arguments broadcast against the scores.
+
+        Raises:
+            ValueError: If the function does not return a scalar of float dtype.
+        """
+
+        def scalar(score: Array, batch: Array, *pair: Array) -> Array:
+            result = jnp.asarray(self.function(score, batch, *pair, *self.arrays))
+            is_score = result.shape == () and jnp.issubdtype(result.dtype, jnp.floating)
+            shape = f"{result.dtype}{list(result.shape)}"
+            require(is_score, "score_mod", "return a scalar of float dtype", shape)
+            return result.astype(score.dtype)
+
+        batch = row + jnp.int32(self.first_row)
+        modified: Array = jnp.vectorize(scalar)(scores, batch, head, query, key)
+        return modified
+
+
+def as_score_mod(score_mod: ScoreMod | ScoreFunction | None) -> ScoreMod | None:
+    """Return a function as a ScoreMod without arrays."""
+    return score_mod if isinstance(score_mod, ScoreMod | None) else ScoreMod(score_mod)
+
+
+def visible_pairs(
+    visible: Bool[Array, "..."], row: Any, head: Any, query: Any, key: Any
+) -> tuple[Array, Array, Array, Array]:
+    """Return the arguments of a score function with every invisible pair replaced by a visible one, if any.
+
+    A function may be infinite or NaN for pairs that nobody sees, and its derivative there, which is
+    multiplied by 0, must not be.
+    """
+    index = jnp.argmax(visible.reshape(-1))
+
+    def keep_visible(argument: Any) -> Array:
+        full = jnp.broadcast_to(argument, visible.shape)
+        return jnp.where(visible, full, full.reshape(-1)[index])
+
+    return keep_visible(row), keep_visible(head), keep_visible(query), keep_visible(key)
