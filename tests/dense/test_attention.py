@@ -646,7 +646,7 @@ def test_public_signature_is_stable():
     names = list(inspect.signature(jattn.attention).parameters)
     assert names == [
         "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
-        "sinks", "mask", "return_lse", "implementation", "deterministic",
+        "sinks", "mask", "score_mod", "return_lse", "implementation", "deterministic",
     ]  # fmt: skip
 
 
