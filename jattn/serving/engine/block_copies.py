@@ -8,7 +8,7 @@ import numpy as np
 
 from jattn.cache.block_copy import copy_blocks
 
-FACTOR = 4  # between sizes: few executables, and padding is cheap
+FACTOR = 16  # between sizes: few executables, and padding is cheap
 
 type Pairs = Sequence[tuple[int, int]]
 

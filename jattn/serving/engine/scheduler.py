@@ -389,10 +389,11 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
     window_manager = None
     if config.num_window_blocks:
         window_manager = BlockManager(config.num_window_blocks, config.block_size)
-    max_decodes = max([bucket.max_decodes for bucket in config.buckets])
+    prefill_buckets = [bucket for bucket in config.buckets if bucket.max_prefill_tokens]
+    max_decodes = max([bucket.max_decodes for bucket in prefill_buckets], default=0)
     # Sizes for any number of decodes.
     prefill_sizes = {
-        bucket.max_prefill_tokens for bucket in config.buckets if bucket.max_decodes == max_decodes
+        bucket.max_prefill_tokens for bucket in prefill_buckets if bucket.max_decodes == max_decodes
     }
     return Scheduler(
         BlockManager(config.num_blocks, config.block_size),
@@ -402,7 +403,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         batch_invariant=config.batch_invariant,
         longrope_threshold=config.longrope_threshold,
         sliding_window_manager=window_manager,
-        prefill_sizes=sorted(prefill_sizes - {0}),
+        prefill_sizes=sorted(prefill_sizes),
     )
 
 

@@ -66,8 +66,13 @@ class TestDefaultBuckets:
     def test_large_steps_use_cublas_only(self):
         buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
         compiler_options = step_graphs(lambda *_: None, buckets)._executables._options
-        alone = {"xla_gpu_enable_triton_gemm": False}
-        assert [compiler_options(bucket) for bucket in buckets] == [{}, {}, alone, alone]
+        options = [compiler_options(bucket) for bucket in buckets]
+        assert ["xla_gpu_enable_triton_gemm" in bucket_options for bucket_options in options] == [
+            False,
+            False,
+            True,
+            True,
+        ]
 
     def test_samplers_have_few_sizes_and_at_most_50_percent_padding(self):
         rows = {bucket: num_sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
@@ -121,17 +126,27 @@ class TestFewBuckets:
     def graphs(self, max_num_seqs):
         return step_graphs(lambda *_: None, step_buckets(max_num_seqs, 512, 32))
 
-    def test_a_cpu_compiles_two_sizes_of_decodes_and_three_of_prompts_by_default(self):
+    def test_a_cpu_compiles_one_size_of_decodes_and_two_of_prompts_by_default(self):
         sizes = [(b.max_decodes, b.max_prefill_tokens) for b in self.graphs(16).buckets]
-        assert sizes == [(4, 0), (16, 0), (16, 32), (16, 128), (16, 512)]
+        assert sizes == [(16, 0), (0, 64), (0, 512)]
 
     @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 24, 100, 256])
-    def test_decodes_have_at_most_four_times_their_rows(self, max_num_seqs):
+    def test_decodes_have_at_most_16_or_five_times_their_rows(self, max_num_seqs):
         graphs = self.graphs(max_num_seqs)
         for rows in range(1, max_num_seqs + 1):
             bucket = graphs.choose([1] * rows, num_blocks=32)
-            assert rows <= bucket.max_decodes <= max(5 * rows, 8)
+            assert rows <= bucket.max_decodes <= max(5 * rows, 16)
             assert not bucket.max_prefill_tokens
+
+    def test_decodes_beside_a_prompt_run_in_the_prefill_region(self):
+        buckets = [self.graphs(16).choose([1] * 15 + [tokens], num_blocks=1) for tokens in (40, 497)]
+        assert [bucket.max_prefill_tokens for bucket in buckets] == [64, 512]
+
+    def test_a_prompt_between_two_sizes_runs_in_two_small_steps(self):
+        engine = Engine(one_layer_model(), num_blocks=9)
+        (result,) = engine.generate([list(range(1, 101))], max_tokens=2)
+        compiled = sorted((b.max_decodes, b.max_prefill_tokens) for b in engine.graphs.executables)
+        assert (compiled, engine.stats.num_steps, len(result.token_ids)) == ([(0, 64), (16, 0)], 3, 2)
 
 
 class TestEngineConfig:
