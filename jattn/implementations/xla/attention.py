@@ -479,8 +479,9 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTi
     tiles_of_row = -(-lens // tile_q)
     ends = jnp.cumsum(tiles_of_row, dtype=jnp.int32)
     tile = jnp.arange(bound, dtype=jnp.int32)
-    prefill_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), max(bucket.max_prefills - 1, 0))
-    prefill_row = prefill_row.astype(jnp.int32)
+    # The default method is a loop, which would compile as several fusions.
+    prefill_row = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    prefill_row = jnp.minimum(prefill_row, max(bucket.max_prefills - 1, 0))
     index = tile - (ends - tiles_of_row)[prefill_row]
     row = bucket.max_decodes + prefill_row
     starts = metadata.row_starts[row] - bucket.max_decode_tokens + index * tile_q

@@ -240,7 +240,7 @@ def cpu_step_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
     """Return the default sizes on a CPU as (decode rows, prefill tokens).
 
     The time of XLA's CPU compiler grows with the number of different fusions of a step: 53 of a decode step,
-    85 of a prefill step and 107 of a step with both regions, for any number of equal layers. So no step has
+    82 of a prefill step and 107 of a step with both regions, for any number of equal layers. So no step has
     both regions, and decodes beside prompts run in the prefill region. Padding is cheap: a decode step of
     SmolLM2-135M takes 5 % longer with 16 rows than with 4.
     """
