@@ -181,7 +181,8 @@ class EngineHost:
             text = f"all {self._engine.graphs.num_compiles} steps are compiled, and run at full speed"
         except Exception as error:
             text = f"some steps could not be compiled in the background: {describe_error(error)}"
-        print(f"jattn: {text}", file=sys.stderr, flush=True)
+        if threading.main_thread().is_alive():  # Otherwise the process is ending, which stops compilation.
+            print(f"jattn: {text}", file=sys.stderr, flush=True)
 
     def _call(self, number: int, name: str, *args: Any) -> None:
         if name == "read_stats":  # Answered at once: a scrape must not wait for the end of a step.

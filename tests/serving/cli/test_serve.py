@@ -80,6 +80,7 @@ def test_server_exits_with_0_on_a_signal(folder, tmp_path, sig):
         process.popen.communicate()
     assert code == 0, err
     assert "Traceback" not in err
+    assert "could not be compiled" not in err
 
 
 @pytest.mark.kernels
