@@ -101,6 +101,16 @@ class QKNorm:
 
     def __post_init__(self) -> None:
         require_one_of("over", self.over, ("head", "own_head", "all_heads"))
+        if self.comes_after_rope or not self.has_weight:
+            require_one_of("over of a norm after the rope", self.over, ("head",))
+            if not self.comes_after_rope:
+                raise ValueError(
+                    "has_weight=False is supported only for a norm after the rope. Pass has_weight=True."
+                )
+        if self.over == "own_head":
+            require_one_of("the norm for over='own_head'", self.norm.kind, ("layer", "layer_no_bias"))
+        if self.over == "all_heads":
+            require_one_of("the norm for over='all_heads'", self.norm.kind, ("rms", "rms_f32"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +128,9 @@ class AttentionTemperature:
     floor_scale: float
     attn_scale: float
     first: int = 1
+
+    def __post_init__(self) -> None:
+        require_positive(floor_scale=self.floor_scale)
 
     def __call__(self, positions: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
         """Return the scale of each token's queries."""
@@ -178,6 +191,14 @@ class LayerSpec:
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
     temperature: AttentionTemperature | None = None
+
+    def __post_init__(self) -> None:
+        heads = self.attention.num_q_heads
+        if self.alibi_slopes is not None:
+            got = len(self.alibi_slopes)
+            require(got == heads, "alibi_slopes", f"have one entry per query head ({heads})", got)
+        if self.clip_qkv is not None:
+            require_positive(clip_qkv=self.clip_qkv)
 
 
 def require_one_per_layer(name: str, values: Sized, num_layers: int) -> None:
