@@ -24,6 +24,7 @@ type Lower = Callable[[Bucket], jax.stages.Lowered]
 type Claim = tuple[Bucket, concurrent.futures.Future[jax.stages.Compiled]]
 
 KERNEL_CALL = "mosaic_gpu_v2"  # the custom call of Mosaic GPU kernels
+GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all caches in the process
 
 
 class ExecutableCache:
@@ -123,9 +124,10 @@ class ExecutableCache:
             lowering = {bucket: lowering_pool.submit(lower, bucket) for bucket, _ in all_claims}
             for group in claims:
                 lowered = [_result(lowering.pop(bucket)) for bucket, _ in group]
-                compile_kernels(lowered)
-                for future in [pool.submit(compile, *job) for job in zip(group, lowered, strict=True)]:
-                    _result(future)
+                with GENERATES_CODE:
+                    compile_kernels(lowered)
+                    for future in [pool.submit(compile, *job) for job in zip(group, lowered, strict=True)]:
+                        _result(future)
 
     def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
         """Run `compile_all` in a background thread, on half of the cores."""
