@@ -52,7 +52,9 @@ from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_sha
 from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
 from pallas_kernels.checks import (
+    require_int,
     require_one_of,
+    require_positive,
     require_type,
     unsupported,
 )
@@ -103,6 +105,8 @@ def _load_abstract(
     interleave: int,
 ) -> tuple[Decoder, dict[str, Tensor]]:
     """Return a decoder with abstract arrays and everything but weights, and the tensors of its weights."""
+    require_int(cp_kv_cache_interleave_size=interleave)
+    require_positive(cp_kv_cache_interleave_size=interleave)
     config = _read_config(directory, tokenizer)
     if mesh is not None:
         check_divides(config, mesh, interleave)
