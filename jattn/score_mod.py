@@ -73,12 +73,16 @@ class ScoreMod:
         """The arrays that have gradients."""
         return tuple(jnp.asarray(x) for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact))
 
-    def with_float_arrays(self, float_arrays: Iterable[Any], other: Any = ...) -> "ScoreMod":
-        """Return the score function with other arrays of float dtype; `other` replaces the rest."""
-        new = iter(float_arrays)
+    @property
+    def other_arrays(self) -> tuple[Any, ...]:
+        """The arrays without gradients."""
+        return tuple(x for x in self.arrays if not jnp.issubdtype(x.dtype, jnp.inexact))
+
+    def with_arrays(self, float_arrays: Iterable[Any], other_arrays: Iterable[Any]) -> "ScoreMod":
+        """Return the score function with new arrays, given those of float dtype and the rest apart."""
+        floats, others = iter(float_arrays), iter(other_arrays)
         arrays = [
-            next(new) if jnp.issubdtype(array.dtype, jnp.inexact) else array if other is ... else other
-            for array in self.arrays
+            next(floats if jnp.issubdtype(array.dtype, jnp.inexact) else others) for array in self.arrays
         ]
         return self.tree_unflatten((self.function, self.first_row), arrays)
 

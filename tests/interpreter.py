@@ -9,7 +9,6 @@ import importlib
 
 import jax
 import numpy as np
-from jax._src import callback
 
 PACKAGE = "jax._src.pallas.mosaic_gpu.interpret"
 
@@ -21,7 +20,8 @@ def pass_numpy_arrays() -> None:
     """
     try:
         shared_memory = importlib.import_module(f"{PACKAGE}.shared_memory")
-        through_device, _ = callback.io_callback_impl, shared_memory._to_int
+        callbacks = importlib.import_module("jax._src.callback")
+        through_device, _ = callbacks.io_callback_impl, shared_memory._to_int
     except (ImportError, AttributeError):
         return
 
@@ -32,7 +32,7 @@ def pass_numpy_arrays() -> None:
             return through_device(*args, callback=callback, **params)
         return tuple(map(np.asarray, callback(*map(np.array, args))))
 
-    callback.io_callback_impl = call
+    callbacks.io_callback_impl = call
     shared_memory._to_int = to_int
 
 

@@ -4,6 +4,7 @@ The residuals are queries, keys, values, outputs and log-sum-exps; the backward 
 """
 
 import functools
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -193,7 +194,7 @@ def _backward(
         args = xla.AttentionArgs(kv, metadata, spec, mask, sinks, slopes, score_mod)
         grad_query, grad_k, grad_v, grad_sinks, grad_slopes, grad_arrays = xla.gradients(query, args, outputs)
         if score_mod is not None:
-            grad_score_mod = score_mod.with_float_arrays(grad_arrays, None)
+            grad_score_mod = score_mod.with_arrays(grad_arrays, itertools.repeat(None))
     else:
         grad_query, grad_k, grad_v = mosaic_gpu.gradients(
             query,

@@ -111,10 +111,15 @@ class ExecutableCache:
             self._compile(*claim, lowered)
             on_ready()
 
-        claims = [
-            [(bucket, future) for bucket in group for future, is_mine in [self._claim(bucket)] if is_mine]
-            for group in groups
-        ]
+        claims: list[list[Claim]] = [[] for _ in groups]
+        others = []  # which other threads compile
+        for buckets, group in zip(groups, claims, strict=True):
+            for bucket in buckets:
+                future, is_mine = self._claim(bucket)
+                if is_mine:
+                    group.append((bucket, future))
+                else:
+                    others.append(future)
         all_claims = [claim for group in claims for claim in group]
         with (
             self._abandon_on_error(all_claims),
@@ -126,8 +131,10 @@ class ExecutableCache:
                 lowered = [_result(lowering.pop(bucket)) for bucket, _ in group]
                 with GENERATES_CODE:
                     compile_kernels(lowered)
-                    for future in [pool.submit(compile, *job) for job in zip(group, lowered, strict=True)]:
-                        _result(future)
+                    for job in [pool.submit(compile, *pair) for pair in zip(group, lowered, strict=True)]:
+                        _result(job)
+        for executable in others:
+            _result(executable)
 
     def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
         """Run `compile_all` in a background thread, on half of the cores."""

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jattn.runtime.executables import KERNEL_CALL
 from jattn.runtime.host_transfer import TransferLayout
 from pallas_kernels import support
 
@@ -39,7 +40,6 @@ OPTIONS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
-KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # which jax.export allows only by name
 FOLDER = "jattn-modules"
 NUM_URGENT = 3  # processes for the first calls, without which nothing can run
 
@@ -109,7 +109,7 @@ def export(call: StepCall, platform: str) -> LoweredModule:
         result_structures.append(result_structure)
         return results
 
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(KERNEL_CALL)]  # It is allowed only by name.
     exported = jax.export.export(
         jax.jit(step, donate_argnums=1), platforms=[platform], disabled_checks=checks
     )(leaves, cache_leaves, packed, unpacked)

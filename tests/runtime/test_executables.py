@@ -1,8 +1,31 @@
-"""The kernels of modules compile before them, once each."""
+"""Groups of executables: each compiles once, and kernels before the modules that contain them."""
 
+import threading
+
+import jax
 import pytest
 
+from jattn.batch.bucket import Bucket
+from jattn.runtime.executables import ExecutableCache
 from tests import aot
+
+
+def test_a_second_compilation_lasts_until_the_first_has_compiled_its_buckets():
+    bucket, gate, calls = Bucket(max_decodes=1, max_blocks=1), threading.Event(), []
+
+    def lower(bucket):
+        calls.append(bucket)
+        assert gate.wait(60)
+        return jax.jit(lambda: 1).lower()
+
+    executables = ExecutableCache(lambda bucket: {})
+    for _ in range(2):
+        executables.compile_groups_in_background([[bucket]], lower, progress=False)
+    executables._background.join(0.5)
+    assert executables.is_compiling
+    gate.set()
+    executables.wait()
+    assert list(executables.ready) == calls == [bucket]
 
 
 @pytest.mark.kernels

@@ -134,7 +134,7 @@ def _modify_scores(
     at_visible_pairs = visible_pairs(visible, pairs.row, pairs.head, pairs.query, pairs.key)
 
     def modify(s: Array, arrays: tuple[Array, ...]) -> Array:
-        return score_mod.with_float_arrays(arrays)(s, *at_visible_pairs)
+        return score_mod.with_arrays(arrays, score_mod.other_arrays)(s, *at_visible_pairs)
 
     modified, vjp = jax.vjp(modify, jnp.where(visible, s, 0.0), score_mod.float_arrays)
 

@@ -361,7 +361,8 @@ class Runner:
         }
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         # What the first step needs compiles while other processes lower the steps.
-        samplers = {max(sizes.values()): pool.submit(self._sampler.compile, *max(sizes.values()))}
+        largest = max(sizes.values())
+        samplers = {largest: pool.submit(self._sampler.compile, *largest)}
         copies = [pool.submit(compiler) for compiler in self._copies.compilers(self._caches)]
         # On a mesh and on a CPU, steps are lowered in this process.
         num_processes, modules = min((os.cpu_count() or 1) - 2, MAX_LOWERING_PROCESSES), None
