@@ -118,7 +118,7 @@ def test_loading_never_holds_a_second_copy_of_the_weights_on_the_host(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(LOADER), str(tmp_path / "big"), str(tmp_path / "small")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout) < 1.2 * shard_bytes / 2**20
+    assert float(done.stdout) < 1.5 * shard_bytes / 2**20  # 0.8 to 1.2 seen; all weights are 3
 
 
 SHARDS = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
