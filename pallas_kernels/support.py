@@ -25,6 +25,49 @@ LAYOUTS = ("NHD", "HND")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A compute capability, and the GPU that the sizes of its kernels are chosen for.
+
+    The kernels are measured on compute capability 9.0. For other architectures they are compiled and tested,
+    and sizes are estimated from these numbers, which NVIDIA's data sheets and programming guide state.
+
+    Attributes:
+        card: Name of the GPU.
+        num_sms: Number of SMs of the GPU.
+        bandwidth: Memory bandwidth of the GPU in GB/s.
+        smem_bytes: Maximum shared memory per thread block in bytes.
+        has_tma: Whether the Tensor Memory Accelerator and mbarriers exist; cp.async exists everywhere.
+        has_wgmma: Whether warpgroup products (wgmma) exist; mma.sync exists everywhere.
+        has_fp8_conversion: Whether an instruction converts float8 to float16.
+    """
+
+    card: str
+    num_sms: int
+    bandwidth: int
+    smem_bytes: int
+    has_tma: bool = True
+    has_wgmma: bool = False
+    has_fp8_conversion: bool = True
+
+
+SMALL_SMEM, LARGE_SMEM = 99 * 1024, 227 * 1024
+AMPERE = {"has_tma": False, "has_fp8_conversion": False}
+ARCHITECTURES = {
+    "8.0": Architecture(card="A100", num_sms=108, bandwidth=2039, smem_bytes=163 * 1024, **AMPERE),
+    "8.6": Architecture(card="GeForce RTX 3090", num_sms=82, bandwidth=936, smem_bytes=SMALL_SMEM, **AMPERE),
+    "8.9": Architecture(card="L40S", num_sms=142, bandwidth=864, smem_bytes=SMALL_SMEM, has_tma=False),
+    "9.0": Architecture(card="H200", num_sms=132, bandwidth=4800, smem_bytes=LARGE_SMEM, has_wgmma=True),
+    "10.0": Architecture(card="B200", num_sms=148, bandwidth=8000, smem_bytes=LARGE_SMEM),
+    "10.3": Architecture(card="B300", num_sms=148, bandwidth=8000, smem_bytes=LARGE_SMEM),
+    "12.0": Architecture(card="GeForce RTX 5090", num_sms=170, bandwidth=1792, smem_bytes=SMALL_SMEM),
+    "12.1": Architecture(card="GB10", num_sms=48, bandwidth=273, smem_bytes=SMALL_SMEM),
+}
+HOPPER = ("9.0",)
+SINCE_HOPPER = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.has_tma)
+SINCE_AMPERE = tuple(ARCHITECTURES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSupport:
     """Capabilities of a kernel. An empty tuple means that the kernel does not depend on the property.
 
@@ -39,7 +82,7 @@ class KernelSupport:
         maxima: Name of a number -> its maximum.
     """
 
-    compute_capabilities: tuple[str, ...] = ("9.0",)
+    compute_capabilities: tuple[str, ...] = HOPPER
     dtypes: tuple[str, ...] = DTYPES
     eight_bit_dtypes: tuple[str, ...] = ()
     head_dims: tuple[int, ...] = ()
@@ -58,6 +101,7 @@ class KernelSupport:
 
 KERNELS = {
     "paged_decode": KernelSupport(
+        compute_capabilities=SINCE_AMPERE,
         eight_bit_dtypes=EIGHT_BIT_DTYPES,
         head_dims=HEAD_DIMS,
         eight_bit_head_dims=EIGHT_BIT_HEAD_DIMS,
@@ -76,6 +120,7 @@ KERNELS = {
     ),
     "varlen_backward": KernelSupport(head_dims=(32, 64, 80, 96, 112, 128, 192, 256)),
     "cache_read": KernelSupport(
+        compute_capabilities=SINCE_HOPPER,
         eight_bit_dtypes=EIGHT_BIT_DTYPES,
         head_dims=HEAD_DIMS,
         eight_bit_head_dims=EIGHT_BIT_HEAD_DIMS,
@@ -84,15 +129,20 @@ KERNELS = {
     ),
     # Copies into a cache of the inputs' dtype depend on the bytes per token and head alone.
     "cache_write": KernelSupport(
+        compute_capabilities=SINCE_HOPPER,
         eight_bit_dtypes=("int8", "float8_e4m3fn"),
         eight_bit_head_dims=HEAD_DIMS,
         layouts=LAYOUTS,
         maxima={"kv_heads with layout HND": 256, "head_dim with layout HND": 256},
     ),
     # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
-    "qkv_write": KernelSupport(head_dims=tuple(dim for dim in HEAD_DIMS if dim % 16 == 0), layouts=LAYOUTS),
+    "qkv_write": KernelSupport(
+        compute_capabilities=SINCE_AMPERE,
+        head_dims=tuple(dim for dim in HEAD_DIMS if dim % 16 == 0),
+        layouts=LAYOUTS,
+    ),
     "block_scores": KernelSupport(head_dims=(64, 128, 256), maxima={"query heads": 256}),
-    "add_norm": KernelSupport(maxima={"elements per row": 16384}),
+    "add_norm": KernelSupport(compute_capabilities=SINCE_AMPERE, maxima={"elements per row": 16384}),
     "grouped_matmul": KernelSupport(),
 }
 
@@ -116,7 +166,7 @@ def format_kernels() -> list[tuple[str, ...]]:
     return rows
 
 
-NUM_SMS = 132  # H100 SXM and H200
+NUM_SMS = ARCHITECTURES["9.0"].num_sms
 GPU_PLATFORMS = ("gpu", "cuda")
 
 
@@ -142,7 +192,7 @@ def is_concrete(*trees: object) -> bool:
 # Compute capability of GPUs that `target` knows by name.
 GPUS = {
     **{"a100": "8.0", "a10": "8.6", "rtx3090": "8.6", "l4": "8.9", "l40s": "8.9", "rtx4090": "8.9"},
-    **{"h100": "9.0", "h200": "9.0", "b200": "10.0", "b300": "10.3", "rtx5090": "12.0"},
+    **{"h100": "9.0", "h200": "9.0", "b200": "10.0", "b300": "10.3", "rtx5090": "12.0", "gb10": "12.1"},
 }
 _TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
 
@@ -152,7 +202,9 @@ def target(gpu: str | None) -> Iterator[None]:
     """Choose implementations for another GPU than the one that JAX uses, as a context manager.
 
     Plans show what a layer would get there, and a function that is lowered for it contains its kernels.
-    Arrays stay where they are, so functions that run a kernel still need the GPU.
+    Arrays stay where they are, so functions that run a kernel still need a GPU. A newer GPU runs the kernels
+    of an older architecture that use no instructions which the newer one lacks: those of 8.x run on 9.0. The
+    context counts while a function is traced; a jitted function keeps what it was traced for.
 
     Args:
         gpu: Compute capability such as "9.0", or the name of a GPU in GPUS such as "h100"; None keeps the
@@ -164,8 +216,8 @@ def target(gpu: str | None) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    if gpu not in GPUS.values():
-        require_one_of("gpu", gpu.lower(), (*GPUS, *dict.fromkeys(GPUS.values())))
+    if gpu not in ARCHITECTURES:
+        require_one_of("gpu", gpu.lower(), (*GPUS, *ARCHITECTURES))
     token = _TARGET.set(GPUS.get(gpu.lower(), gpu))
     try:
         yield
@@ -178,25 +230,56 @@ def is_gpu(*trees: object) -> bool:
     return _TARGET.get() is not None or device_of(*trees).platform in GPU_PLATFORMS
 
 
+def compute_capability(*trees: object) -> str | None:
+    """Return the compute capability of `target`, or of the device of these arrays; None if that is no GPU."""
+    target_capability = _TARGET.get()
+    return target_capability or getattr(device_of(*trees), "compute_capability", None)
+
+
+def kernel_architecture(*trees: object) -> str:
+    """Return the compute capability that the kernels of these arrays are built for.
+
+    This is the one place that decides it: the capability of `target` or of the arrays' device if it is in
+    ARCHITECTURES, else 9.0. So interpret mode on a CPU runs the kernels of Hopper GPUs.
+    """
+    capability = compute_capability(*trees)
+    return capability if capability in ARCHITECTURES else HOPPER[0]
+
+
 def why_not_on(*trees: object) -> str | None:
-    """Return why the kernels cannot run on the device of these arrays or of `target`, or None if they can."""
+    """Return why no kernel can run on the device of these arrays or of `target`, or None if some can."""
     capability = _TARGET.get()
     return why_not_device(device_of(*trees)) if capability is None else _why_not_capability(capability)
 
 
-def why_not_device(device: Any) -> str | None:
-    """Return why the kernels cannot run on a device, or None if they can."""
+def why_not_device(device: Any, kernel: str | None = None) -> str | None:
+    """Return why a kernel, or with None every kernel, cannot run on a device; None if it can."""
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
-    return _why_not_capability(getattr(device, "compute_capability", None))
+    return _why_not_capability(getattr(device, "compute_capability", None), kernel)
 
 
-def _why_not_capability(capability: str | None) -> str | None:
-    supported = sorted({x for kernel in KERNELS.values() for x in kernel.compute_capabilities})
+def why_not_kernel_on(kernel: str, *trees: object) -> str | None:
+    """Return why a kernel cannot run on the device of these arrays or of `target`, or None if it can."""
+    reason = why_not_on(*trees)
+    return reason or _why_not_capability(kernel_architecture(*trees), kernel)
+
+
+def why_not_architecture(kernel: str, capability: str) -> str | None:
+    """Return why a kernel does not exist for a compute capability, or None if it does."""
+    return _why_not_capability(capability, kernel)
+
+
+def _why_not_capability(capability: str | None, kernel: str | None = None) -> str | None:
+    name = "the kernels" if kernel is None else kernel
+    supported = ARCHITECTURES if kernel is None else KERNELS[kernel].compute_capabilities
     if capability in supported:
         return None
-    required = f"the kernels are compiled for compute capability {join_values(supported)}"
-    return f"{required}, and this GPU has {capability}"
+    verb = "are" if kernel is None else "is"
+    return (
+        f"{name} {verb} compiled for compute capability {join_values(supported)}, "
+        f"and this GPU has {capability}"
+    )
 
 
 def should_use_kernel(call: str, implementation: str | None, reason: str | None) -> bool:

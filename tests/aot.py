@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation for an H200, including ptxas, on a machine without a GPU.
+"""Ahead-of-time compilation for any NVIDIA architecture, including ptxas, on a machine without a GPU.
 
 Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, and ptxas from the wheels nvidia-cuda-nvcc and
 nvidia-nvvm or from a CUDA toolkit; no driver. `make test-kernels` installs the wheels; where they are missing
@@ -17,28 +17,37 @@ from typing import NamedTuple
 
 import pytest
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  device_vendor: "NVIDIA Corporation"  name: "NVIDIA H200"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+from pallas_kernels import support
+
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+def target_config(gpu: str) -> str:
+    """Return XLA's description of the GPU that stands for an architecture, for ahead-of-time compilation."""
+    architecture = support.ARCHITECTURES[gpu]
+    major, minor = gpu.split(".")
+    accelerated = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: {architecture.smem_bytes + 1024}
+  shared_memory_per_block_optin: {architecture.smem_bytes}
+  threads_per_core_limit: 2048  core_count: {architecture.num_sms}  fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {architecture.bandwidth * 10**9}  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} {accelerated} }}
+  device_vendor: "NVIDIA Corporation"  name: "NVIDIA {architecture.card}"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA {architecture.card}"
+"""
 
 
 class Kernel(NamedTuple):
@@ -80,8 +89,8 @@ def compiler_path(folder: pathlib.Path) -> str:
     return os.pathsep.join(filter(None, [str(wheel), os.environ.get("PATH")]))
 
 
-def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
-    """Compile `module.aot_cases()[name]` for each name and return the kernels of each.
+def compile_all(module: str, names: list[str], gpu: str = "9.0") -> dict[str, list[Kernel]]:
+    """Compile `module.aot_cases()[name]` for each name and a compute capability; return the kernels of each.
 
     A case is a function, its abstract arguments and optionally the indices of donated arguments, which must
     be aliased and not copied.
@@ -93,12 +102,12 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     Raises:
         AssertionError: If something does not compile; the message contains the output.
     """
-    return {name: kernels_in(text) for name, text in reports(module, names).items()}
+    return {name: kernels_in(text) for name, text in reports(module, names, gpu).items()}
 
 
-def reports(module: str, names: list[str]) -> dict[str, str]:
+def reports(module: str, names: list[str], gpu: str = "9.0") -> dict[str, str]:
     """Return ptxas's report of each `module.aot_cases()[name]`, compiled as `compile_all` does."""
-    return _run_alone("compile", module, names)
+    return _run_alone("compile", module, names, gpu=gpu)
 
 
 def apart_reports(module: str, names: list[str]) -> dict[str, str]:
@@ -152,7 +161,7 @@ def copied_bytes(module: str, names: list[str]) -> dict[str, int]:
     return {name: int(text.splitlines()[-1].split()[1]) for name, text in reports.items()}
 
 
-def _run_alone(task: str, module: str, names: list[str], **more: str) -> dict[str, str]:
+def _run_alone(task: str, module: str, names: list[str], gpu: str = "9.0", **more: str) -> dict[str, str]:
     """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
     folder = plugin_folder()
     assert folder is not None
@@ -165,7 +174,7 @@ def _run_alone(task: str, module: str, names: list[str], **more: str) -> dict[st
         **more,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.aot", task, module, *names],
+        [sys.executable, "-m", "tests.aot", task, gpu, module, *names],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     output = done.stdout + done.stderr
@@ -239,19 +248,24 @@ def partition(mesh, function, arguments, cut) -> None:
     print(calls, *(name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text))
 
 
-def main(task: str, module: str, names: list[str]) -> None:
+def main(task: str, gpu: str, module: str, names: list[str]) -> None:
     """Compile or lower each case and print its report; runs in the subprocess that _run_alone starts."""
     import jax
     from jax.experimental import topologies
+    from jax.experimental.mosaic.gpu import core, utils
 
     from jattn.runtime.executables import compile_kernels
 
     num = 2 if task == "partition" else 1
-    topology_options = {"target_config": TARGET, "topology": f"1x1x{num}"}
+    topology_options = {"target_config": target_config(gpu), "topology": f"1x1x{num}"}
     topology = topologies.get_topology_desc(platform="cuda", **topology_options)
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    cases = importlib.import_module(module).aot_cases()
+    # Mosaic GPU asks the local device for both, and this process has none.
+    utils._infer_arch = lambda: tuple(map(int, gpu.split(".")))
+    core._SMEM_SIZE_BOUND = support.ARCHITECTURES[gpu].smem_bytes
+    with support.target(gpu):
+        cases = importlib.import_module(module).aot_cases()
     for name in names:
         print(f"== {name}", flush=True)
         if task == "partition":
@@ -261,7 +275,8 @@ def main(task: str, module: str, names: list[str]) -> None:
         donated = numbers[0] if numbers else ()
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
         try:
-            lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
+            with support.target(gpu):
+                lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
         except NotImplementedError as error:
             if task != "lower":
                 raise
@@ -287,4 +302,4 @@ def main(task: str, module: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -52,7 +52,7 @@ def why_not_write_qkv(cache: PagedCache, dtype: np.dtype, rope: Any, norms: Sequ
     }
     if None in parameters or len(parameters) > 1:
         return "the query and key norms are not equal RMS norms that round as Llama's or Gemma's"
-    return support.why_not_on(cache.k) or support.why_not_qkv_write(
+    return support.why_not_kernel_on("qkv_write", cache.k) or support.why_not_qkv_write(
         dtype=dtype,
         k_dtype=cache.k.dtype,
         v_dtype=cache.v.dtype,

@@ -64,7 +64,7 @@ def write_kv(
                 f"8-bit caches support. Use an 8-bit cache, or a {name}_scale without an axis of tokens."
             )
     require_distinct_arrays(cache)
-    reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
+    reason = support.why_not_kernel_on("cache_write", cache.k) or _why_not_write(cache, key.dtype)
     use_kernel = support.should_use_kernel("write_kv", implementation, reason)
     arrays = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel

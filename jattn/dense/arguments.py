@@ -189,7 +189,7 @@ def implementations_for_documents(
     if "mosaic_gpu" not in requested:
         return as_static_arg(implementation)
     for name, ids in ids_by_name:
-        if support.why_not_on(ids) or has_contiguous_ids(ids):
+        if support.why_not_kernel_on("varlen_prefill", ids) or has_contiguous_ids(ids):
             continue
         remaining = tuple(x for x in requested if x != "mosaic_gpu")
         if not remaining:

@@ -92,6 +92,7 @@ def choose_implementation(
     requested: tuple[str, ...],
     is_named: bool,
     no_kernels: str | None,
+    gpu: str,
 ) -> ImplementationChoice:
     """Choose the first requested implementation that supports a region, from static facts alone.
 
@@ -102,6 +103,7 @@ def choose_implementation(
         requested: Requested implementations in order of preference.
         is_named: Whether the caller named them.
         no_kernels: Reason why the kernels cannot run on the step's device; None if they can.
+        gpu: Compute capability that kernels are built for.
 
     Raises:
         NotImplementedError: If no requested implementation supports the region.
@@ -111,7 +113,7 @@ def choose_implementation(
     if no_kernels is None and layer.score_function is not None:
         reasons["mosaic_gpu"] = "there is no kernel for score functions"
     elif no_kernels is None and "mosaic_gpu" in requested:
-        kernel_or_reason = choose_kernel(layer, region, mask)
+        kernel_or_reason = choose_kernel(layer, region, mask, gpu)
         if isinstance(kernel_or_reason, str):
             reasons["mosaic_gpu"] = kernel_or_reason
         else:

@@ -236,7 +236,7 @@ def why_not_expert_kernel(x: Array, weights: ExpertWeights) -> str | None:
     sizes = ((hidden, 2 * intermediate), (intermediate, hidden))
     dtypes = {"dtype": x.dtype, "weights_dtype": weights.down.dtype}
     reasons = [support.why_not_grouped_matmul(**dtypes, inputs=i, outputs=o) for i, o in sizes]
-    return support.why_not_on(x) or reasons[0] or reasons[1]
+    return support.why_not_kernel_on("grouped_matmul", x) or reasons[0] or reasons[1]
 
 
 def num_kernel_rows(num_rows: int, num_experts: int) -> int:

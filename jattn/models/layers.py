@@ -265,7 +265,7 @@ def _why_not_add_norm(x: Array, sublayer_out: Array, norm: Any) -> str | None:
     if not is_kernel_rms_norm(norm):
         return "the norm is not an RMS norm that rounds as Llama's or Gemma's does"
     dtypes = (sublayer_out.dtype, norm.weight[...].dtype)
-    return support.why_not_on(x) or support.why_not_add_norm(
+    return support.why_not_kernel_on("add_norm", x) or support.why_not_add_norm(
         dtype=x.dtype, other_dtypes=dtypes, width=x.shape[-1]
     )
 

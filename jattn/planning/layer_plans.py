@@ -117,6 +117,7 @@ def plan_layers(
                 requested=requested,
                 is_named=implementation is not None,
                 no_kernels=no_kernels,
+                gpu=support.kernel_architecture(metadata),
             )
             kernel_key = None if choice.kernel is None else kernel_plan_key(choice.kernel, spec)
             key = region.name, spec.sparsity, choice.implementation, kernel_key

@@ -139,7 +139,7 @@ def select_blocks(
     query, bounds, block_table, seq_lens = _check_arguments(query, bounds, block_table, seq_lens)
     max_blocks = block_table.shape[1]
     _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
-    reason = None if interpret else support.why_not_on(query, bounds, block_table)
+    reason = None if interpret else support.why_not_kernel_on("block_scores", query, bounds, block_table)
     reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
     use_kernel = support.should_use_kernel("select_blocks", implementation, reason)
     block = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]

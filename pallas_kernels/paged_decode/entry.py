@@ -27,7 +27,7 @@ from pallas_kernels.shared.paged_kv import KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import why_not_decode
+from pallas_kernels.support import kernel_architecture, why_not_decode
 
 LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -131,7 +131,9 @@ def paged_decode(
     kv_dtypes, has_lists = (k_cache.dtype, v_cache.dtype), block_list is not None
     rows = group * decode_query_len
     if sizes is None:
-        sizes = default_sizes(head_dim, rows=rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
+        sizes = default_sizes(
+            head_dim, rows=rows, kv_dtypes=kv_dtypes, has_lists=has_lists, gpu=kernel_architecture(query)
+        )
     if schedule is None:
         schedule = make_schedule(
             seq_lens, score=score, sizes=sizes, kv_heads=kv_heads, group=group,

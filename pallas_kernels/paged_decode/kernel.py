@@ -25,6 +25,10 @@ synchronize by barriers only:
     paged_decode_combine, the next kernel (combine.py): merges the split outputs of each request that
     was split
 
+Without TMA (`DecodeSizes.uses_tma`), there is one warpgroup. It issues the loads itself, by cp.async: where
+it would arrive at a barrier `free`, each warp starts to fill its rows of the stage again, and where it would
+wait at a barrier `full`, it waits for its own copies. This requires WarpMma.
+
 A barrier `full` completes when all its TMA copies have arrived, a barrier `free` when the consumer arrives.
 WarpgroupMma: the whole warpgroup computes each product, and P^T passes through shared memory. 8-bit values
     are dequantized through shared memory before the mask. In this case, the warpgroup waits for v_full before
@@ -42,7 +46,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.loader import DecodeLoader
+from pallas_kernels.paged_decode.loader import (
+    CpAsyncPipeline,
+    DecodeLoader,
+    Pipeline,
+    TileCopies,
+    TmaPipeline,
+)
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import Segment, Span, SpanCursor, TileKeys, get_tile_keys, read_entries
 from pallas_kernels.paged_decode.spec import (
@@ -71,10 +81,13 @@ def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
     kernel = plgpu.kernel(
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
-        scratch_types=(smem_types(inputs.kv, spec), barrier_types(spec)),
+        scratch_types=(
+            smem_types(inputs.kv, spec),
+            barrier_types(spec) if spec.sizes.uses_tma else None,
+        ),
         grid=(spec.num_spans, spec.head_tiles),
         grid_names=("span", "head_tile"),
-        num_threads=2,
+        num_threads=2 if spec.sizes.uses_tma else 1,
         thread_name="warpgroup",
         # Warps share only DecodeSmem.warp_outputs, whose barriers are in ptx/warp_mma.py.
         compiler_params=plgpu.CompilerParams(
@@ -91,16 +104,23 @@ def decode_body(
     inputs: DecodeInputs,
     outputs: DecodeOutputs,
     smem: DecodeSmem,
-    barriers: DecodeBarriers,
+    barriers: DecodeBarriers | None,
     *,
     spec: DecodeSpec,
 ) -> None:
     """Compute attention for the span of one thread block (see `span`) and one tile of query rows.
 
-    The refs of `inputs` and `outputs` are in global memory.
+    The refs of `inputs` and `outputs` are in global memory. Without TMA there are no barriers.
     """
     index, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
     span = Span(index, head_tile, inputs.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
+    if barriers is None:
+        # Queries share memory with the outputs of the warps: they move to registers before there are outputs.
+        (q_s,), (warp_outputs_s,) = smem.warp_outputs
+        smem = smem._replace(q=q_s, warp_outputs=warp_outputs_s)
+        pipeline = CpAsyncPipeline(inputs, smem, None, span)
+        DecodeConsumer(inputs, outputs, smem, pipeline, span).attend_span()
+        return
 
     @pl.when(lax.axis_index("warpgroup") == PRODUCER)
     def _() -> None:
@@ -110,7 +130,7 @@ def decode_body(
 
     @pl.when(lax.axis_index("warpgroup") == CONSUMER)
     def _() -> None:
-        DecodeConsumer(inputs, outputs, smem, barriers, span).attend_span()
+        DecodeConsumer(inputs, outputs, smem, TmaPipeline(barriers), span).attend_span()
 
 
 class SegmentInputs(NamedTuple):
@@ -139,6 +159,7 @@ class DecodeTileState(NamedTuple):
         row_max: Maximum score of each query so far.
         row_sum: Sum of the exponentials so far, one partial sum per thread.
         entries: List entries of the next tile.
+        copies: Copies of the tile that takes this tile's stage; empty if another warp issues them.
         step: Number of tiles of the span that have been processed.
     """
 
@@ -146,6 +167,7 @@ class DecodeTileState(NamedTuple):
     row_max: Columns | Tile
     row_sum: Tile
     entries: tuple[Scalar, ...]
+    copies: TileCopies
     step: Scalar
 
 
@@ -157,10 +179,10 @@ class DecodeConsumer:
         inputs: DecodeInputs,
         outputs: DecodeOutputs,
         smem: DecodeSmem,
-        barriers: DecodeBarriers,
+        pipeline: Pipeline,
         span: Span,
     ):
-        self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
+        self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.span, self.head_tile, self.spec = span, span.head_tile, span.spec
         self.mma: TileMma = (WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma)(smem, self.spec)
         # For each element of a tile of scores its row, and the query row of the tile's first column.
@@ -192,7 +214,9 @@ class DecodeConsumer:
             step: Number of tiles of the span before the segment.
             segment_index: Number of non-empty segments of the span before this one; selects the query buffer.
         """
-        buffer = lax.rem(segment_index, jnp.int32(2))
+        pipeline = self.pipeline
+        buffer = lax.rem(segment_index, jnp.int32(pipeline.num_query_buffers))
+        copies = pipeline.start_segment(segment, step)
         slopes, kv = self.inputs.slopes, self.inputs.kv
         # Load the slopes and the static scales first: their latency passes while the first keys arrive.
         if slopes is not None:
@@ -202,8 +226,9 @@ class DecodeConsumer:
             for scale in (kv.k_scale, kv.v_scale)
         ]
         # Wait for the segment's queries.
-        plgpu.barrier_wait(self.barriers.q_full.at[buffer])
-        start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
+        pipeline.wait_queries(buffer)
+        entries = read_entries(segment, 0, self.inputs.lists.ids, self.spec)
+        start = *self.mma.init_state(), entries, copies, step
         query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
         common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
         # Main loop: one tile of keys and values per iteration.
@@ -249,20 +274,22 @@ class DecodeConsumer:
             store_unoptimized(splits.row_sum.at[index], row_sum)
 
         # Free the query buffer only now: WarpgroupMma reads it for every tile.
-        plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
+        pipeline.release_queries(buffer)
 
     def attend_tile(
         self, common: SegmentInputs, tile_index: Scalar, state: DecodeTileState
     ) -> DecodeTileState:
         """Add one tile of keys and values to a segment's attention."""
-        spec, mma, smem, barriers, score = self.spec, self.mma, self.smem, self.barriers, self.spec.score
+        spec, mma, smem, pipeline, score = self.spec, self.mma, self.smem, self.pipeline, self.spec.score
         segment, stage = common.segment, lax.rem(state.step, jnp.int32(spec.sizes.stages))
         keys = get_tile_keys(segment, tile_index, state.entries, spec)
         # Read the list entries of the next tile now, so that their latency passes during this one.
         entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, spec)
 
+        next_copies = pipeline.copies_after(segment, tile_index)
+
         # Keys: wait until they and their scales have arrived, multiply, scale and cap.
-        plgpu.barrier_wait(barriers.k_full.at[stage])
+        pipeline.wait_keys(stage)
         s = mma.qk(stage, common.query)
         if smem.k_scale is not None:
             s = s * self.load_token_scales(smem.k_scale, stage)
@@ -271,13 +298,13 @@ class DecodeConsumer:
         else:
             s = s * (common.query_factor * (common.k_scale * (score.scale / score.soft_cap)))
             s = jnp.tanh(s) * (score.soft_cap * LOG2E)
-        # Release the keys: they and their scales have been read, so the loader may refill the stage.
-        plgpu.barrier_arrive(barriers.k_free.at[stage])
+        # Release the keys: they and their scales have been read, so that the stage may be filled again.
+        pipeline.release_keys(stage, segment, tile_index, state.copies)
 
         # 8-bit values of WarpgroupMma: wait for them and dequantize before the mask, whose registers come
         # after.
         if mma.dequantizes_values:
-            plgpu.barrier_wait(barriers.v_full.at[stage])
+            pipeline.wait_values(stage)
             mma.dequantize_values(stage, segment, keys)
 
         # ALiBi and mask: before the maximum, which must not see masked-out scores.
@@ -287,13 +314,13 @@ class DecodeConsumer:
         v_scale = None
         if smem.v_scale is not None:
             if not mma.dequantizes_values:
-                plgpu.barrier_wait(barriers.v_full.at[stage])
+                pipeline.wait_values(stage)
             loaded = self.load_token_scales(smem.v_scale, stage)
             clear = functools.partial(keys.where_visible, loaded, segment, 1.0)
             v_scale = lax.cond(keys.has_masked_out(segment), clear, lambda: loaded)
         # Release dequantized values early: they and their scales have been read.
         if mma.dequantizes_values:
-            plgpu.barrier_arrive(barriers.v_free.at[stage])
+            pipeline.release_values(stage, segment, tile_index, state.copies)
 
         # Softmax, in powers of 2. f16 must hold the probability times the scale, so that the scale takes part
         # in the maximum.
@@ -311,11 +338,11 @@ class DecodeConsumer:
 
         # Values: wait for them, unless that is done, multiply, and release them.
         if not mma.dequantizes_values and smem.v_scale is None:
-            plgpu.barrier_wait(barriers.v_full.at[stage])
+            pipeline.wait_values(stage)
         accs = mma.pv(state.accs, alpha, p, stage, segment, keys)
         if not mma.dequantizes_values:
-            plgpu.barrier_arrive(barriers.v_free.at[stage])
-        return DecodeTileState(accs, row_max, row_sum, entries, state.step + 1)
+            pipeline.release_values(stage, segment, tile_index, state.copies)
+        return DecodeTileState(accs, row_max, row_sum, entries, next_copies, state.step + 1)
 
     def load_token_scales(self, scale_s: Ref, stage: Scalar) -> Tile:
         """Return the scale of each token of a stage, broadcast over the token's row of a tile."""

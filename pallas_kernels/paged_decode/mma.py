@@ -29,6 +29,7 @@ from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile
+from pallas_kernels.support import ARCHITECTURES
 
 W = plgpu.Layout.WGMMA
 f32 = jnp.float32
@@ -268,7 +269,8 @@ class WarpMma(TileMma):
     def __init__(self, smem: DecodeSmem, spec: DecodeSpec):
         self.smem, self.head, self.is_interpreted = smem, spec.shape.head, spec.is_interpreted
         dtypes = jnp.dtype(spec.dtype), smem.k.dtype, smem.v.dtype
-        self.tile = WarpTile(spec.shape.tile_q, self.head, *dtypes)
+        has_fp8_conversion = ARCHITECTURES[spec.sizes.gpu].has_fp8_conversion
+        self.tile = WarpTile(spec.shape.tile_q, self.head, *dtypes, has_fp8_conversion)
         self.log2_headroom = LOG2_HEADROOM if self.tile.value_operand == jnp.float16 else 0
 
     def broadcast(self, x: Tile) -> Tile:

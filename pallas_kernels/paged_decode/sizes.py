@@ -1,13 +1,15 @@
 """Static sizes of the decode kernel."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
+from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.shared.memory import head_chunks
-from pallas_kernels.support import NUM_SMS, why_not_head_dim
+from pallas_kernels.support import ARCHITECTURES, NUM_SMS, why_not_head_dim
 
 MAX_ROWS = 64
 
@@ -28,6 +30,9 @@ class DecodeSizes:
             balance the load.
         per_warp_mma: Whether each warp computes separate matrix products (WarpMma) instead of one product per
             warpgroup (WarpgroupMma). Requires tile_kv=64.
+        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
+        uses_tma: Whether a loader warp fills the stages by TMA. Otherwise the consumer does, by cp.async, and
+            per_warp_mma must be True.
         keys_per_unit: Number of keys per unit of the schedule: those of a fixed split, or of a tile.
     """
 
@@ -37,6 +42,8 @@ class DecodeSizes:
     max_rows: int = MAX_ROWS
     split_kv: int | None = None
     per_warp_mma: bool = False
+    gpu: str = "9.0"
+    uses_tma: bool = True
     keys_per_unit: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -49,6 +56,12 @@ class DecodeSizes:
             not self.per_warp_mma or self.tile_kv == 64, "tile_kv", "be 64 with per_warp_mma", self.tile_kv
         )
         require(is_split_kv_valid, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
+        require_one_of("gpu", self.gpu, tuple(ARCHITECTURES))
+        architecture = ARCHITECTURES[self.gpu]
+        is_multiplied = self.per_warp_mma or (self.uses_tma and architecture.has_wgmma)
+        require(is_multiplied, "per_warp_mma", "be True without wgmma or TMA", self.per_warp_mma)
+        is_loaded = architecture.has_tma or not self.uses_tma
+        require(is_loaded, "uses_tma", f"be False on compute capability {self.gpu}", self.uses_tma)
         vars(self).update(keys_per_unit=self.split_kv or self.tile_kv)
 
     @property
@@ -74,6 +87,8 @@ BYTES_IN_FLIGHT, MAX_STAGES = 96 * 1024, 4
 # With lists: 64 requests of 32k keys, a quarter of the blocks of 16, take 273 us in fp8 and 279 us with 96
 # KB; in 16 bits 493 us with two thread blocks of 64 KB per SM and 502 us with one of 96 KB.
 LISTS_BYTES_IN_FLIGHT = 64 * 1024
+# Shared memory that each thread block reserves, and at most loses to alignment and barriers.
+RESERVED_BYTES, ALIGNMENT_BYTES = 1024, 2048
 
 
 def default_sizes(
@@ -83,10 +98,12 @@ def default_sizes(
     kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
     batch_invariant: bool = False,
     has_lists: bool = False,
+    gpu: str = "9.0",
 ) -> DecodeSizes:
     """Return the default sizes for a head_dim.
 
-    The sizes for 64 and 128 were measured on an H200.
+    The sizes for 64 and 128 on compute capability 9.0 were measured on an H200. Those of other architectures
+    are estimated.
 
     Args:
         head_dim: Number of elements per head.
@@ -94,6 +111,7 @@ def default_sizes(
         kv_dtypes: Dtypes of the keys and of the values in the cache.
         batch_invariant: Whether the bits of a request's result must not depend on its batch.
         has_lists: Whether lists of sparse blocks select the keys.
+        gpu: Compute capability that the kernel is built for.
 
     Raises:
         NotImplementedError: If the kernel does not support this head_dim with these dtypes.
@@ -104,6 +122,9 @@ def default_sizes(
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_quantized = min(itemsizes) == 1
     width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim
+    split_kv = 2048 if batch_invariant else None
+    if not ARCHITECTURES[gpu].has_wgmma:
+        return _estimate_sizes(gpu, width, rows, itemsizes, split_kv)
     # With more rows of wider heads, registers spill when every feature is on.
     rows_by_width = EIGHT_BIT_MAX_ROWS_BY_WIDTH if is_quantized else MAX_ROWS_BY_WIDTH
     max_rows = next(count for max_width, count in rows_by_width if width <= max_width)
@@ -124,6 +145,54 @@ def default_sizes(
         stages=min(max(bytes_in_flight // ctas_per_sm // stage_bytes, 2), MAX_STAGES),
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
-        split_kv=2048 if batch_invariant else None,
+        split_kv=split_kv,
         per_warp_mma=per_warp_mma,
+        gpu=gpu,
     )
+
+
+def _estimate_sizes(
+    gpu: str, width: int, rows: int, itemsizes: Sequence[int], split_kv: int | None
+) -> DecodeSizes:
+    """Return sizes for an architecture without wgmma, where nothing was measured.
+
+    An SM should have as many bytes in flight as its share of the memory bandwidth requires, in proportion to
+    BYTES_IN_FLIGHT, which was measured on an H200; and shared memory must hold them. Two stages and then two
+    thread blocks per SM are preferred.
+
+    Args:
+        gpu: Compute capability.
+        width: Elements of a head in shared memory.
+        rows: Number of query rows per KV head.
+        itemsizes: Bytes per element of keys and of values.
+        split_kv: `DecodeSizes.split_kv`.
+    """
+    architecture, tile_kv = ARCHITECTURES[gpu], 64
+    max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_ROWS)
+    tile_rows = min(-(-rows // 8) * 8, max_rows)
+    share, measured_share = (x.bandwidth / x.num_sms for x in (architecture, ARCHITECTURES["9.0"]))
+    bytes_in_flight = int(BYTES_IN_FLIGHT * share / measured_share)
+    queries_bytes, outputs_bytes = 2 * width * tile_rows, 4 * WARPS * (width + 2) * tile_rows
+    stage_bytes = tile_kv * (width * sum(itemsizes) + 8)  # with scales per token
+    options = [(uses_tma, ctas, stages) for stages in (2, 1) for uses_tma in (True, False) for ctas in (2, 1)]
+    for uses_tma, ctas_per_sm, min_stages in options:
+        # A thread block with a loader has twice as many threads, so that two need few registers.
+        if uses_tma and (not architecture.has_tma or (ctas_per_sm == 2 and width * tile_rows > 1024)):
+            continue
+        fixed_bytes = 2 * queries_bytes + outputs_bytes if uses_tma else max(queries_bytes, outputs_bytes)
+        cta_bytes = (architecture.smem_bytes + RESERVED_BYTES) // ctas_per_sm - RESERVED_BYTES
+        fitting = (cta_bytes - fixed_bytes - ALIGNMENT_BYTES) // stage_bytes
+        if fitting < min_stages:
+            continue
+        wanted = max(bytes_in_flight // ctas_per_sm // stage_bytes, min_stages)
+        return DecodeSizes(
+            tile_kv=tile_kv,
+            stages=min(wanted, fitting, MAX_STAGES),
+            ctas=ctas_per_sm * architecture.num_sms,
+            max_rows=max_rows,
+            split_kv=split_kv,
+            per_warp_mma=True,
+            gpu=gpu,
+            uses_tma=uses_tma,
+        )
+    raise AssertionError(f"no sizes for {width} elements per head on {gpu}")

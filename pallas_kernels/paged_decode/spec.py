@@ -173,7 +173,7 @@ class DecodeSmem(NamedTuple):
     """Shared memory of a thread block.
 
     Attributes:
-        q: Queries of the current and the next segment, [2, num_chunks, tile_q, width].
+        q: Queries of the current and, with TMA, the next segment, [1 or 2, num_chunks, tile_q, width].
         k: Tiles of keys, [stages, num_chunks, tile_kv, width].
         v: Tiles of values, [stages, num_chunks, tile_kv, width].
         k_scale: Scales of the keys per token, f32 [stages, tile_kv]; None without scales per token.
@@ -182,6 +182,7 @@ class DecodeSmem(NamedTuple):
             keys. None if values are not dequantized here.
         p: Probabilities, [tile_q, tile_kv]; None with WarpMma, which keeps them in registers.
         warp_outputs: Results of the four warps of WarpMma, f32 [warps, head_dim + 2, tile_q]; else None.
+            Without TMA the scratch type is the union of `q` and this.
     """
 
     q: Ref
@@ -233,8 +234,11 @@ def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
     swizzle_width = head.width if sizes.per_warp_mma else 64
     dequantized = swizzled_smem(stage, spec.dtype) if is_dequantized and not sizes.per_warp_mma else None
     warp_outputs = plgpu.SMEM((WARPS, head.padded_dim + 2, tile_q), f32) if sizes.per_warp_mma else None
+    queries = swizzled_smem((2 if sizes.uses_tma else 1, head.num_chunks, tile_q, head.width), spec.dtype)
+    if not sizes.uses_tma:
+        queries, warp_outputs = None, plgpu.RefUnion((queries,), (warp_outputs,))
     return DecodeSmem(
-        q=swizzled_smem((2, head.num_chunks, tile_q, head.width), spec.dtype),
+        q=queries,
         k=swizzled_smem((sizes.stages, *stage), kv.k.dtype, width=swizzle_width),
         v=swizzled_smem((sizes.stages, *stage), kv.v.dtype, width=swizzle_width),
         k_scale=scale_smem if spec.has_token_scales[0] else None,

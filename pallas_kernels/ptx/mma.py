@@ -64,17 +64,23 @@ ALTERNATING_BYTES = ((0, 2), (1, 3))
 
 
 def dequantize_to_f16x2(
-    x: ir.Value, dtype: DTypeLike, pairs: tuple[tuple[int, int], tuple[int, int]]
+    x: ir.Value,
+    dtype: DTypeLike,
+    pairs: tuple[tuple[int, int], tuple[int, int]],
+    *,
+    has_fp8_conversion: bool = True,
 ) -> tuple[ir.Value, ir.Value]:
     """Convert four 8-bit numbers of a register to two registers of two f16 each, exactly.
 
     An int8 becomes the low bits of an f16 between 1024 and 2048, whose spacing is 1; then 1024 and the sign
-    offset are subtracted.
+    offset are subtracted. The bits of a float8_e4m3fn without the sign, shifted into the exponent and
+    mantissa of an f16, are the number times 2 ** -8, also if it is subnormal; a NaN gets all exponent bits.
 
     Args:
         x: Register of four 8-bit numbers.
         dtype: One of EIGHT_BIT_NAMES.
         pairs: ADJACENT_BYTES or ALTERNATING_BYTES.
+        has_fp8_conversion: Whether the GPU has an instruction that converts float8_e4m3fn.
 
     Raises:
         ValueError: If there is no code for the dtype.
@@ -90,6 +96,25 @@ def dequantize_to_f16x2(
     if dtype == jnp.float8_e5m2:  # the upper half of an f16
         low, high = (lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{b}4{a}4;", x, lanes.const(0)) for a, b in pairs)
         return low, high
+    if not has_fp8_conversion:
+        out = []
+        # Bit 7 of each byte of is_nan: the magnitude is 0x7F.
+        is_nan = arith.andi(
+            lanes.add(arith.andi(x, lanes.const(0x7F7F7F7F)), 0x01010101), lanes.const(0x80808080)
+        )
+        for a, b in pairs:
+            # The bytes as the upper halves of two 16-bit numbers, 0 below.
+            wide, nan = (
+                lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{b}4{a}4;", y, lanes.const(0)) for y in (x, is_nan)
+            )
+            magnitude = arith.shrui(arith.andi(wide, lanes.const(0x7F007F00)), lanes.const(1))
+            sign = arith.andi(wide, lanes.const(0x80008000))
+            scaled = lanes.ptx(
+                "mul.rn.f16x2 $0, $1, $2;", arith.ori(magnitude, sign), lanes.const(0x5C005C00)
+            )
+            # 0x8000 - 0x0200 has all exponent bits and one of the mantissa.
+            out.append(arith.ori(scaled, arith.subi(nan, arith.shrui(nan, lanes.const(6)))))
+        return out[0], out[1]
     if pairs != ADJACENT_BYTES:
         (a, b), (c, d) = pairs
         x = lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{d}{c}{b}{a};", x, lanes.const(0))

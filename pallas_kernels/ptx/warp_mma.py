@@ -62,6 +62,7 @@ class WarpTile:
         dtype: Dtype of the queries.
         k_dtype: Stored dtype of the keys.
         v_dtype: Stored dtype of the values.
+        has_fp8_conversion: Whether the GPU has an instruction that converts float8_e4m3fn.
         shape: Shape of a tile of scores.
         scores_type: Type of a tile of scores and of an accumulator.
         num_accs: Number of accumulators: one for each 16 columns of a head.
@@ -75,6 +76,7 @@ class WarpTile:
     dtype: np.dtype
     k_dtype: np.dtype
     v_dtype: np.dtype
+    has_fp8_conversion: bool = True
     shape: tuple[int, int] = dataclasses.field(init=False)
     scores_type: plgpu.ShapeDtypeStruct = dataclasses.field(init=False)
     num_accs: int = dataclasses.field(init=False)
@@ -246,7 +248,7 @@ def _qk_mma_by_lanes(
     step = 0
     for chunk in range(tile.head_chunks.num_chunks):
         for pair in range(keys.steps):
-            for a_operand in _key_operands(keys.load(chunk, pair), tile.k_dtype):
+            for a_operand in _key_operands(keys.load(chunk, pair), tile):
                 for i in range(num_row_tiles):
                     accs[step % 2][i] = mma_m16n8k16(
                         accs[step % 2][i], a_operand, b_operand(step, i), tile.key_operand
@@ -264,11 +266,12 @@ def _ldmatrix_tile(ref: ir.Value, dtype: np.dtype, tile: WarpTile) -> LdmatrixTi
     )
 
 
-def _key_operands(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[ir.Value]]:
+def _key_operands(loaded: Sequence[ir.Value], tile: WarpTile) -> list[Sequence[ir.Value]]:
     """Return the A operands of one ldmatrix: one of 16-bit keys, two of 8-bit keys."""
-    if dtype.itemsize == 2:
+    if tile.k_dtype.itemsize == 2:
         return [loaded]
-    dequantized = [dequantize_to_f16x2(x, dtype, ADJACENT_BYTES) for x in loaded]
+    dequantize = functools.partial(dequantize_to_f16x2, has_fp8_conversion=tile.has_fp8_conversion)
+    dequantized = [dequantize(x, tile.k_dtype, ADJACENT_BYTES) for x in loaded]
     pairs = (dequantized[:2], dequantized[2:])
     return [(a[0], b[0], a[1], b[1]) for a, b in pairs]
 
@@ -385,23 +388,24 @@ def _pv_mma_by_lanes(
             loaded = values.load(chunk, pair, transpose=True)
             # Keys that no query attends to may hold NaN, so clear them before the product.
             loaded = [arith.andi(x, masks[i % 2]) for i, x in enumerate(loaded)]
-            for a_operand in _value_operands(loaded, tile.v_dtype):
+            for a_operand in _value_operands(loaded, tile):
                 operands = zip(sums[acc_index], b_operands, strict=True)
                 sums[acc_index] = [mma_m16n8k16(acc, a_operand, b, tile.value_operand) for acc, b in operands]
                 acc_index += 1
     return tuple(fragments.tile_from_fragments(columns) for columns in sums)
 
 
-def _value_operands(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[ir.Value]]:
+def _value_operands(loaded: Sequence[ir.Value], tile: WarpTile) -> list[Sequence[ir.Value]]:
     """Return the A operands of one transposing ldmatrix: 16 columns of a head by 16 keys each.
 
     For 8-bit values, rows g and g + 8 are columns 2 g and 2 g + 1, because ldmatrix transposes pairs of
     columns.
     """
-    if dtype.itemsize == 2:
+    if tile.v_dtype.itemsize == 2:
         keys_low, keys_high, next_low, next_high = loaded
         return [(keys_low, next_low, keys_high, next_high)]
-    dequantized = [dequantize_to_f16x2(x, dtype, ALTERNATING_BYTES) for x in loaded]
+    dequantize = functools.partial(dequantize_to_f16x2, has_fp8_conversion=tile.has_fp8_conversion)
+    dequantized = [dequantize(x, tile.v_dtype, ALTERNATING_BYTES) for x in loaded]
     return [(*dequantized[i], *dequantized[i + 1]) for i in (0, 2)]
 
 

@@ -16,28 +16,33 @@ from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
 
 
-def choose_kernel(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> KernelConfig | str:
+def choose_kernel(
+    layer: LayerConfig, region: RegionSizes, mask: Mask | None, gpu: str = "9.0"
+) -> KernelConfig | str:
     """Return the kernel for a region on a supported GPU, or why there is none, from shapes alone.
 
     Args:
         layer: Layer configuration.
         region: Static sizes of the region.
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        gpu: Compute capability that kernels are built for.
     """
     declined = None
     if region.bucket.max_decodes and layer.cache is not None and region.max_blocks:
-        decode = _choose_decode(layer, region, mask)
+        decode = _choose_decode(layer, region, mask, gpu)
         if not isinstance(decode, str):
             return decode
         declined = decode
-    prefill = _choose_prefill(layer, region, mask)
+    prefill = support.why_not_architecture("varlen_prefill", gpu) or _choose_prefill(layer, region, mask)
     return declined if isinstance(prefill, str) and declined is not None else prefill
 
 
-def _choose_decode(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> DecodeKernelConfig | str:
+def _choose_decode(
+    layer: LayerConfig, region: RegionSizes, mask: Mask | None, gpu: str
+) -> DecodeKernelConfig | str:
     spec, cache = layer.spec, layer.cache
     assert cache is not None
-    reason = support.why_not_decode(
+    reason = support.why_not_architecture("paged_decode", gpu) or support.why_not_decode(
         dtype=layer.query_dtype,
         k_dtype=cache.dtypes[0],
         v_dtype=cache.dtypes[1],
@@ -62,6 +67,7 @@ def _choose_decode(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -
         kv_dtypes=cache.dtypes,
         batch_invariant=spec.batch_invariant,
         has_lists=mask is not None,
+        gpu=gpu,
     )
     return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=has_head_bits)
 

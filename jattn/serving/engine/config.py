@@ -248,7 +248,7 @@ def resolve_step_sizes(config: EngineConfig) -> StepSizes:
     if device.platform == "cpu" or config.batch_invariant or config.buckets is not None:
         seqs, tokens = CPU_STEP_SIZES
     else:
-        seqs, tokens = GPU_STEP_SIZES if why_not_device(device) else KERNEL_STEP_SIZES
+        seqs, tokens = GPU_STEP_SIZES if why_not_device(device, "varlen_prefill") else KERNEL_STEP_SIZES
     tokens = config.max_num_batched_tokens or tokens
     return StepSizes(config.max_num_seqs or min(seqs, tokens), tokens)
 

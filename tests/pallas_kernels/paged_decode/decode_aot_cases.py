@@ -10,6 +10,7 @@ from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode import BlockList, default_sizes, paged_decode
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from pallas_kernels.shared.score import Score
+from pallas_kernels.support import kernel_architecture
 
 FEATURES = {
     "plain": {},
@@ -64,6 +65,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
             kv_dtypes=kv_dtypes,
             batch_invariant=is_batch_invariant,
             has_lists=list_block_size is not None,
+            gpu=kernel_architecture(),
         ),
     )
     per_head = shape((q_heads,), jnp.float32)

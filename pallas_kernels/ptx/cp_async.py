@@ -1,0 +1,340 @@
+"""Copies from global to shared memory by cp.async, which every GPU since Ampere has; for GPUs without TMA.
+
+Each lane copies units of 16 bytes and waits for its own copies, in the order in which groups were committed.
+The copies write the swizzled tiles of `swizzled_smem` as TMA would, so that the same code reads them. A warp
+copies the 16 rows of a tile of 64 keys that it multiplies itself. So it waits for no other warp.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.ptx import fragments, lanes
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.layouts import SCALAR, require_tiles
+from pallas_kernels.shared.memory import HeadChunks, swizzle_bytes, swizzle_transforms
+from pallas_kernels.shared.paged_kv import CacheTiling
+from pallas_kernels.shared.types import Ref, Scalar
+
+WARPS, WARP_ROWS, LANES = 4, 16, 32
+UNIT = 16  # bytes of a copy
+
+
+# ------------------------------------------------------------------------------------- keys and values
+def _copy_tile(
+    tile_s: Ref,
+    cache_g: Ref,
+    blocks: Sequence[Scalar],
+    copies: Sequence[Scalar],
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+) -> None:
+    head, num_rows = tiling.head, tiling.tokens_per_copy
+    padding = ((0, 0), (0, head.width - head.chunk_dim))
+    for i, block in enumerate(blocks):
+        index = tiling.gmem_index(block, copies[i], kv_head)
+        for chunk in range(head.num_chunks):
+            rows = cache_g[(*index, chunk)] if head.is_padded else cache_g[index]
+            tile_s[chunk, pl.ds(i * num_rows, num_rows)] = jnp.pad(rows, padding)
+
+
+@with_fallback(_copy_tile)
+def copy_tile(
+    tile_s: Ref,
+    cache_g: Ref,
+    blocks: Sequence[Scalar],
+    copies: Sequence[Scalar],
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+) -> None:
+    """Start to copy a tile of 64 keys or values into shared memory; each warp copies its 16 rows.
+
+    Args:
+        tile_s: Tile in SMEM, [chunks, 64, width].
+        cache_g: Cache as `CacheTiling.tile_cache` returns it.
+        blocks: Block id of each `tiling.tokens_per_copy` tokens of the tile.
+        copies: Index within the block of these tokens, in units of `tiling.tokens_per_copy`.
+        kv_head: Index of the KV head.
+        tiling: Static: division of blocks and heads.
+    """
+    itemsize, width = jnp.dtype(tile_s.dtype).itemsize, tiling.head.width
+    types = (
+        plgpu.RefType(swizzle_transforms(itemsize, width)),
+        plgpu.RefType(),
+        [SCALAR] * (2 * len(blocks) + 1),
+    )
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    run(functools.partial(_copy_tile_by_lanes, tiling=tiling))(tile_s, cache_g, [kv_head, *blocks, *copies])
+
+
+def _copy_tile_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    tile_s: ir.Value,
+    cache_g: ir.Value,
+    scalars: Sequence[mgpu.FragmentedArray],
+    *,
+    tiling: CacheTiling,
+) -> tuple[()]:
+    kv_head, *registers = map(fragments.scalar, scalars)
+    blocks, copies = registers[: len(registers) // 2], registers[len(registers) // 2 :]
+    tile = _SwizzledRows(tile_s, WARPS * WARP_ROWS, tiling.head)
+    lane, warp = lanes.lane_and_warp()
+    unit, first_row = tile.unit_and_row(lane)
+    tokens = tiling.tokens_per_copy
+    for start in range(0, WARP_ROWS, tile.rows_at_once):
+        row = lanes.add(first_row, start)
+        # The run of tokens that holds this row of the warp, and the row's index in the run.
+        runs = [(WARP_ROWS * w + start) // tokens for w in range(WARPS)]
+        token = row
+        if tokens < WARP_ROWS:
+            token = lanes.add(first_row, start % tokens)
+        elif tokens > WARP_ROWS:
+            offset = arith.andi(lanes.times(warp, WARP_ROWS), lanes.const(tokens - 1))
+            token = lanes.add(row, offset)
+        block, copy = (_of_warp([values[run] for run in runs], warp) for values in (blocks, copies))
+        source = cache_pointer(cache_g, block, copy, token, kv_head, tiling=tiling)
+        tile.copy_row(lanes.add(lanes.times(warp, WARP_ROWS), row), unit, source)
+    return ()
+
+
+def _of_warp(values: Sequence[ir.Value], warp: ir.Value) -> ir.Value:
+    """Return the element of `values` whose index is the warp's."""
+    value = values[0]
+    for index, other in enumerate(values[1:], 1):
+        if other is not values[index - 1]:
+            is_at_least = arith.cmpi(arith.CmpIPredicate.sge, warp, lanes.const(index))
+            value = arith.select(is_at_least, other, value)
+    return value
+
+
+def cache_pointer(
+    cache_g: ir.Value,
+    block: ir.Value,
+    copy: ir.Value,
+    token: ir.Value,
+    kv_head: ir.Value,
+    *,
+    tiling: CacheTiling,
+) -> ir.Value:
+    """Return the address of a token's first element in an array that `CacheTiling.tile_cache` returned."""
+    strides = _byte_strides(cache_g)
+    places = (kv_head, copy, token) if tiling.is_hnd else (copy, token, kv_head)
+    offset = lanes.add(*(lanes.times(x, stride) for x, stride in zip(places, strides[1:4], strict=True)))
+    return _advance(lanes.pointer(cache_g), block, strides[0], offset)
+
+
+def _byte_strides(ref: ir.Value) -> list[int]:
+    ref_type = ir.MemRefType(ref.type)
+    strides, _ = ref_type.get_strides_and_offset()
+    return [stride * mgpu.bytewidth(ref_type.element_type) for stride in strides]
+
+
+def _advance(pointer: ir.Value, index: ir.Value, stride: int, offset: ir.Value) -> ir.Value:
+    """Return pointer + index * stride + offset in 64 bits."""
+    assert stride < 1 << 31
+    code = f"{{ .reg .b64 x; mad.wide.s32 x, $2, {stride}, $1; cvt.s64.s32 $0, $3; add.s64 $0, $0, x; }}"
+    return lanes.ptx(code, pointer, index, offset, result_type=lanes.i64())
+
+
+class _SwizzledRows:
+    """Tiles [chunks, rows, width] in swizzled shared memory, which lanes fill in units of 16 bytes.
+
+    Attributes:
+        rows_at_once: Number of rows that a warp fills at once: a row of a swizzle atom per 4 or 8 lanes.
+    """
+
+    def __init__(self, ref: ir.Value, num_rows: int, head: HeadChunks, *, swizzle: int | None = None):
+        ref_type = ir.MemRefType(ref.type)
+        self.itemsize, self.head = mgpu.bytewidth(ref_type.element_type), head
+        self.row_bytes, self.num_rows = head.width * self.itemsize, num_rows
+        self.swizzle = swizzle or swizzle_bytes(self.itemsize, head.width)
+        require_tiles(ref_type, rows=num_rows, row_bytes=self.row_bytes, swizzle=self.swizzle)
+        self.units = self.swizzle // UNIT
+        self.rows_at_once = LANES // self.units
+        self.first = lanes.address(ref)
+
+    def unit_and_row(self, thread: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return the unit of a swizzle atom's row that a thread copies, and the thread's row."""
+        shift = self.units.bit_length() - 1
+        return arith.andi(thread, lanes.const(self.units - 1)), arith.shrui(thread, lanes.const(shift))
+
+    def copy_row(self, row: ir.Value, unit: ir.Value, source: ir.Value, size: ir.Value | None = None) -> None:
+        """Start to copy one unit of each swizzle atom of a row, with zeros where TMA would pad a chunk.
+
+        Args:
+            row: Row of the tile.
+            unit: Index of the unit in each atom's row.
+            source: Address of the row's first element.
+            size: Number of bytes to copy of each unit: 16, or 0 to fill it with zeros; None = 16.
+        """
+        # The swizzle XORs the 16-byte unit with the row (128 bytes) or with half of it (64 bytes).
+        row_in_atom = arith.andi(row, lanes.const(7))
+        phase = row_in_atom if self.swizzle == 128 else arith.shrui(row_in_atom, lanes.const(1))
+        columns = self.row_bytes // self.swizzle
+        at = lanes.add(
+            self.first,
+            lanes.times(arith.shrui(row, lanes.const(3)), columns * 8 * self.swizzle),
+            lanes.times(row_in_atom, self.swizzle),
+            lanes.times(arith.xori(unit, phase), UNIT),
+        )
+        code = "{ .reg .b64 x; cvt.u64.u32 x, $2; add.s64 $0, $1, x; }"
+        source = lanes.ptx(code, source, lanes.times(unit, UNIT), result_type=lanes.i64())
+        chunk_bytes = self.head.chunk_dim * self.itemsize
+        for chunk in range(self.head.num_chunks):
+            for column in range(columns):
+                target = chunk * self.num_rows * self.row_bytes + column * 8 * self.swizzle
+                place = f"[$0 + {target}], [$1 + {chunk * chunk_bytes + column * self.swizzle}], {UNIT}"
+                num_units = chunk_bytes // UNIT - column * self.units
+                num_bytes = size
+                if num_units < self.units:
+                    full = lanes.const(UNIT) if size is None else size
+                    num_bytes = arith.select(lanes.is_below(unit, num_units), full, lanes.const(0))
+                if num_bytes is None:
+                    lanes.run(f"cp.async.cg.shared.global {place};", at, source)
+                else:
+                    lanes.run(f"cp.async.cg.shared.global {place}, $2;", at, source, num_bytes)
+
+
+# ------------------------------------------------------------------------------------- scales
+def _copy_token_scales(
+    scale_s: Ref, scale_g: Ref, blocks: Sequence[Scalar], copies: Sequence[Scalar], kv_head: Scalar
+) -> None:
+    num = scale_g.shape[3]
+    for i, block in enumerate(blocks):
+        scale_s[pl.ds(i * num, num)] = scale_g[block, kv_head, copies[i]]
+
+
+@with_fallback(_copy_token_scales)
+def copy_token_scales(
+    scale_s: Ref, scale_g: Ref, blocks: Sequence[Scalar], copies: Sequence[Scalar], kv_head: Scalar
+) -> None:
+    """Start to copy the scales per token of a tile of 64 keys; each warp copies those of its 16 keys.
+
+    Args:
+        scale_s: Scales in SMEM, f32 [64].
+        scale_g: Scales [blocks, kv_heads, copies, tokens_per_copy]; see `copy_tile` for the other arguments.
+        blocks: Block ids.
+        copies: Indices within the blocks.
+        kv_head: Index of the KV head.
+    """
+    types = plgpu.RefType(), plgpu.RefType(), [SCALAR] * (2 * len(blocks) + 1)
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    run(_copy_token_scales_by_lanes)(scale_s, scale_g, [kv_head, *blocks, *copies])
+
+
+def _copy_token_scales_by_lanes(
+    _ctx: mgpu.LaunchContext, scale_s: ir.Value, scale_g: ir.Value, scalars: Sequence[mgpu.FragmentedArray]
+) -> tuple[()]:
+    kv_head, *registers = map(fragments.scalar, scalars)
+    blocks, copies = registers[: len(registers) // 2], registers[len(registers) // 2 :]
+    tokens = WARPS * WARP_ROWS // len(blocks)
+    lane, warp = lanes.lane_and_warp()
+    row = lanes.add(lanes.times(warp, WARP_ROWS), arith.andi(lane, lanes.const(WARP_ROWS - 1)))
+    block, copy = blocks[0], copies[0]
+    for i in range(1, len(blocks)):
+        is_reached = arith.cmpi(arith.CmpIPredicate.sge, row, lanes.const(i * tokens))
+        block, copy = (
+            arith.select(is_reached, values[i], value) for values, value in ((blocks, block), (copies, copy))
+        )
+    token = arith.andi(row, lanes.const(tokens - 1))
+    strides = _byte_strides(scale_g)
+    places = zip((kv_head, copy, token), strides[1:], strict=True)
+    offset = lanes.add(*(lanes.times(x, stride) for x, stride in places))
+    source = _advance(lanes.pointer(scale_g), block, strides[0], offset)
+    target = lanes.add(lanes.address(scale_s), lanes.times(row, 4))
+    # The upper half of the lanes would copy the same numbers again.
+    code = "cp.async.ca.shared.global [$0], [$1], 4;"
+    lanes.run(code, target, source, predicate=lanes.is_below(lane, WARP_ROWS))
+    return ()
+
+
+# ------------------------------------------------------------------------------------- queries
+def _copy_queries(q_s: Ref, query_g: Ref, *, head: HeadChunks) -> None:
+    rows, (_, tile_q, _) = query_g.shape[0], q_s.shape
+    padding = ((0, tile_q - rows), (0, head.width - head.chunk_dim))
+    for chunk in range(head.num_chunks):
+        q_s[chunk] = jnp.pad(query_g[:, chunk] if head.is_padded else query_g[...], padding)
+
+
+@with_fallback(_copy_queries)
+def copy_queries(q_s: Ref, query_g: Ref, *, head: HeadChunks) -> None:
+    """Start to copy a tile of query rows, after all warps have reached this call; rows past the last are 0.
+
+    Args:
+        q_s: Queries in SMEM, [chunks, tile_q, width].
+        query_g: Queries in global memory, [rows, head_dim] or [rows, chunks, chunk_dim].
+        head: Static: division of a head into chunks.
+    """
+    types = plgpu.RefType(swizzle_transforms(2)), plgpu.RefType()
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    run(functools.partial(_copy_queries_by_lanes, tile_q=q_s.shape[1], head=head))(q_s, query_g)
+
+
+def _copy_queries_by_lanes(
+    _ctx: mgpu.LaunchContext, q_s: ir.Value, query_g: ir.Value, *, tile_q: int, head: HeadChunks
+) -> tuple[()]:
+    (rows, *_), (stride, *_) = ir.MemRefType(query_g.type).shape, _byte_strides(query_g)
+    tile = _SwizzledRows(q_s, tile_q, head, swizzle=128)
+    lane, warp = lanes.lane_and_warp()
+    unit, row_in_warp = tile.unit_and_row(lane)
+    # Warps past the last row copy it again, and write the same bytes.
+    mgpu.warpgroup_barrier()  # no warp reads the shared memory any more
+    for start in range(0, tile_q, WARPS * tile.rows_at_once):
+        row = lanes.add(lanes.times(warp, tile.rows_at_once), row_in_warp, start)
+        row = arith.minsi(row, lanes.const(tile_q - 1))
+        size = None
+        if rows < tile_q:
+            size = arith.select(lanes.is_below(row, rows), lanes.const(UNIT), lanes.const(0))
+        source = _advance(
+            lanes.pointer(query_g), arith.minsi(row, lanes.const(rows - 1)), stride, lanes.const(0)
+        )
+        tile.copy_row(row, unit, source, size)
+    return ()
+
+
+# ------------------------------------------------------------------------------------- groups
+def _nothing(**_: int) -> None:
+    """Do nothing: in interpret mode copies are complete at once."""
+
+
+@with_fallback(_nothing)
+def commit_copies() -> None:
+    """Make all copies since the last call a group, which may be empty."""
+    _run_ptx("cp.async.commit_group;")
+
+
+@with_fallback(_nothing)
+def wait_for_warp(*, num_pending: int) -> None:
+    """Wait until at most the last `num_pending` groups of each lane of the warp are incomplete."""
+    _run_ptx(f"cp.async.wait_group {num_pending}; bar.warp.sync -1;")
+
+
+@with_fallback(_nothing)
+def wait_for_warpgroup(*, num_pending: int) -> None:
+    """Wait until at most the last `num_pending` groups of each thread are incomplete."""
+    _run_ptx(f"cp.async.wait_group {num_pending};", is_barrier=True)
+
+
+@with_fallback(_nothing)
+def release_to_warp() -> None:
+    """Wait until all lanes of the warp have read shared memory, so that copies may overwrite it."""
+    _run_ptx("bar.warp.sync -1;")
+
+
+def _run_ptx(code: str, *, is_barrier: bool = False) -> None:
+    @plgpu.inline_mgpu(arg_types=(), return_type=())
+    def run(_ctx: mgpu.LaunchContext) -> tuple[()]:
+        lanes.run(code, convergent=True)
+        if is_barrier:
+            mgpu.warpgroup_barrier()
+        return ()
+
+    run()
