@@ -3,12 +3,14 @@
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import choose_kernel
+from pallas_kernels import support
 
 
 def kernel_for(query, kv, metadata, spec, mask=None):
     """Return the selected kernel, or the reason why there is none."""
     (region,) = region_sizes(metadata)
-    return choose_kernel(layer_config(spec, kv, query.dtype), region, mask)
+    gpu = support.kernel_architecture(query)
+    return choose_kernel(layer_config(spec, kv, query.dtype), region, mask, gpu)
 
 
 def attend_region(query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, **options):

@@ -63,6 +63,7 @@ from pallas_kernels.paged_decode.spec import (
     DecodeSpec,
     barrier_types,
     output_types,
+    smem_refs,
     smem_types,
 )
 from pallas_kernels.ptx.stores import store_transposed
@@ -103,21 +104,20 @@ def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
 def decode_body(
     inputs: DecodeInputs,
     outputs: DecodeOutputs,
-    smem: DecodeSmem,
+    scratch: Ref,
     barriers: DecodeBarriers | None,
     *,
     spec: DecodeSpec,
 ) -> None:
     """Compute attention for the span of one thread block (see `span`) and one tile of query rows.
 
-    The refs of `inputs` and `outputs` are in global memory. Without TMA there are no barriers.
+    The refs of `inputs` and `outputs` are in global memory, `scratch` is that of `smem_types`. Without TMA
+    there are no barriers.
     """
     index, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
     span = Span(index, head_tile, inputs.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
+    smem = smem_refs(scratch, spec)
     if barriers is None:
-        # Queries share memory with the outputs of the warps: they move to registers before there are outputs.
-        (q_s,), (warp_outputs_s,) = smem.warp_outputs
-        smem = smem._replace(q=q_s, warp_outputs=warp_outputs_s)
         pipeline = CpAsyncPipeline(inputs, smem, None, span)
         DecodeConsumer(inputs, outputs, smem, pipeline, span).attend_span()
         return

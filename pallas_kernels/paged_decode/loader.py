@@ -7,7 +7,7 @@ warp of the consumer fills its own rows of a stage again as soon as it has read 
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -57,9 +57,9 @@ class KVStream(NamedTuple):
 class CacheSource:
     """Where the keys and values of a tile are in the cache, and where they go in shared memory."""
 
-    def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers, span: Span):
+    def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers | None, span: Span):
         kv = inputs.kv
-        self.inputs, self.q_s, self.barriers, self.span, self.spec = inputs, smem.q, barriers, span, span.spec
+        self.inputs, self.q_s, self.span, self.spec = inputs, smem.q, span, span.spec
         has_k_scales, has_v_scales = self.spec.has_token_scales
         k_scale_g, v_scale_g = kv.k_scale if has_k_scales else None, kv.v_scale if has_v_scales else None
         self.tiling = self.spec.cache_tiling
@@ -97,6 +97,10 @@ class CacheSource:
 
 class DecodeLoader(CacheSource):
     """The warp that loads the queries of each segment, and the keys and values of each tile, by TMA."""
+
+    def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers, span: Span):
+        super().__init__(inputs, smem, barriers, span)
+        self.barriers = barriers
 
     def load_span(self) -> None:
         """Load all segments of the span in order."""
@@ -193,6 +197,7 @@ class DecodeLoader(CacheSource):
                     )
 
 
+@runtime_checkable
 class Pipeline(Protocol):
     """The loads of a span as the consumer sees them.
 

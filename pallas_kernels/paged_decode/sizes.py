@@ -179,10 +179,12 @@ def _estimate_sizes(
         # A thread block with a loader has twice as many threads, so that two need few registers.
         if uses_tma and (not architecture.has_tma or (ctas_per_sm == 2 and width * tile_rows > 1024)):
             continue
-        fixed_bytes = 2 * queries_bytes + outputs_bytes if uses_tma else max(queries_bytes, outputs_bytes)
         cta_bytes = (architecture.smem_bytes + RESERVED_BYTES) // ctas_per_sm - RESERVED_BYTES
-        fitting = (cta_bytes - fixed_bytes - ALIGNMENT_BYTES) // stage_bytes
-        if fitting < min_stages:
+        available = cta_bytes - ALIGNMENT_BYTES
+        # Without TMA the outputs take the place of queries and stages.
+        fixed_bytes = 2 * queries_bytes + outputs_bytes if uses_tma else queries_bytes
+        fitting = (available - fixed_bytes) // stage_bytes
+        if fitting < min_stages or outputs_bytes > available:
             continue
         wanted = max(bytes_in_flight // ctas_per_sm // stage_bytes, min_stages)
         return DecodeSizes(

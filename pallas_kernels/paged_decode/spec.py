@@ -18,7 +18,7 @@ from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import SplitOutputs
-from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, ScratchType
 
 f32 = jnp.float32
 
@@ -182,7 +182,6 @@ class DecodeSmem(NamedTuple):
             keys. None if values are not dequantized here.
         p: Probabilities, [tile_q, tile_kv]; None with WarpMma, which keeps them in registers.
         warp_outputs: Results of the four warps of WarpMma, f32 [warps, head_dim + 2, tile_q]; else None.
-            Without TMA the scratch type is the union of `q` and this.
     """
 
     q: Ref
@@ -224,8 +223,12 @@ def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
     )
 
 
-def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
-    """Return the scratch shapes in shared memory for a cache of these dtypes and scales."""
+def smem_types(kv: KvRefs, spec: DecodeSpec) -> ScratchType:
+    """Return the scratch shapes in shared memory for a cache of these dtypes and scales; see `smem_refs`.
+
+    Without TMA no loads are in flight at the end of a segment, so that the outputs of the warps may take the
+    place of everything else.
+    """
     sizes, head, tile_q = spec.sizes, spec.shape.head, spec.shape.tile_q
     stage = head.num_chunks, sizes.tile_kv, head.width
     # Interpret mode takes no operand from registers, so dequantized keys pass through shared memory there.
@@ -235,9 +238,7 @@ def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
     dequantized = swizzled_smem(stage, spec.dtype) if is_dequantized and not sizes.per_warp_mma else None
     warp_outputs = plgpu.SMEM((WARPS, head.padded_dim + 2, tile_q), f32) if sizes.per_warp_mma else None
     queries = swizzled_smem((2 if sizes.uses_tma else 1, head.num_chunks, tile_q, head.width), spec.dtype)
-    if not sizes.uses_tma:
-        queries, warp_outputs = None, plgpu.RefUnion((queries,), (warp_outputs,))
-    return DecodeSmem(
+    types = DecodeSmem(
         q=queries,
         k=swizzled_smem((sizes.stages, *stage), kv.k.dtype, width=swizzle_width),
         v=swizzled_smem((sizes.stages, *stage), kv.v.dtype, width=swizzle_width),
@@ -247,6 +248,15 @@ def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
         p=None if sizes.per_warp_mma else swizzled_smem((tile_q, sizes.tile_kv), spec.dtype),
         warp_outputs=warp_outputs,
     )
+    return types if sizes.uses_tma else plgpu.RefUnion(types._replace(warp_outputs=None), warp_outputs)
+
+
+def smem_refs(scratch: Ref, spec: DecodeSpec) -> DecodeSmem:
+    """Return the shared memory of a thread block from the references to the scratch of `smem_types`."""
+    if spec.sizes.uses_tma:
+        return scratch
+    tiles, warp_outputs_s = scratch  # they share memory
+    return tiles._replace(warp_outputs=warp_outputs_s)
 
 
 def barrier_types(spec: DecodeSpec) -> DecodeBarriers:

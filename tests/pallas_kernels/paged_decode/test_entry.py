@@ -17,7 +17,7 @@ from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import why_not_decode, why_not_on
+from pallas_kernels.support import target, why_not_decode, why_not_on
 from tests import aot, assertions
 from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
@@ -40,6 +40,7 @@ FACTORS = {
     "padded": [False, True],
     "split_kv": [None, 64],
     "per_warp_mma": [True, False],
+    "loads": ["tma", "cp.async"],
     "stored": [
         "plain", "plain_scalar", "fp8_scalar", "fp8_head", "fp8_token_head", "fp8e5_scalar", "int8_scalar",
         "int8_token_head", "int8_static_v", "int8_k_only",
@@ -65,17 +66,20 @@ def cases(factors):
 
 def has_kernel(case):
     """Return whether the kernel supports a case, whose missing factors may still be chosen."""
+    if case.get("loads") == "cp.async" and not case.get("per_warp_mma", True):
+        return False
     is_wide = case.get("stored", "plain").startswith("plain")
     return is_wide or case.get("head_dim", 64) in EIGHT_BIT_HEAD_DIMS
 
 
 def sizes_of(case):
     """Return sizes with few thread blocks, so that spans split requests and interpret mode stays fast."""
-    per_warp_mma = case.get("per_warp_mma", False)
+    per_warp_mma, uses_tma = case.get("per_warp_mma", False), case.get("loads") != "cp.async"
     max_rows = 8 if per_warp_mma and case["head_dim"] > 128 else 16
     return DecodeSizes(
-        stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma
-    )
+        stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma,
+        uses_tma=uses_tma, gpu="9.0" if uses_tma else "8.0",
+    )  # fmt: skip
 
 
 def attend(problem: Problem, interpret=None, sizes=None):
@@ -124,6 +128,13 @@ class TestOnGpu:
         problem = Problem(case)
         problem.check(*attend(problem))
         problem.check(*attend(problem, sizes=sizes_of(case)))
+
+    @pytest.mark.parametrize("gpu", ["8.0", "8.9"])
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_decode_of_an_older_architecture_matches_float64(self, case, gpu):
+        problem = Problem(case)
+        with target(gpu):
+            problem.check(*attend(problem))
 
     def test_attend_chooses_the_decode_kernel_by_default(self):
         problem = Problem(plain_case())

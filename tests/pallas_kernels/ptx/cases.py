@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, split_signs, stores, warp_votes
+from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, warp_votes
+from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
     WARPS,
@@ -23,6 +24,7 @@ from pallas_kernels.ptx.warp_mma import (
     warp_row_max,
 )
 from pallas_kernels.shared.memory import head_chunks, store_unoptimized, swizzled_smem
+from pallas_kernels.shared.paged_kv import CacheTiling
 
 f32 = jnp.float32
 
@@ -270,6 +272,57 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
     return Case((x,), run, fallback, (split_signs.split_signs,))
 
 
+def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) -> Case:
+    """Return the case of cp.async copies of a tile of a paged cache, its scales and a tile of queries."""
+    head = head_chunks(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
+    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    rng, heads, num_blocks = np.random.default_rng(3), 3, 9
+    shape = (heads, block_size) if is_hnd else (block_size, heads)
+    cache = tiling.tile_cache(stored(drawn(num_blocks, *shape, head_dim), cache_dtype))
+    scale = tiling.tile_scale(jnp.asarray(drawn(num_blocks, heads, block_size, seed=1)))
+    query = head.split(jnp.asarray(drawn(5, head_dim, seed=2), jnp.bfloat16))
+    runs = tiling.num_copies
+    places = rng.integers(num_blocks, size=runs), rng.integers(max(block_size // 64, 1), size=runs), [1]
+    places = jnp.asarray(np.concatenate(places), jnp.int32)
+    outs = (
+        ((head.num_chunks, 64, head.width), cache.dtype),
+        ((64,), f32),
+        ((head.num_chunks, 8, head.width), query.dtype),
+    )
+
+    def body(cache_g, scale_g, query_g, places_g, tile_g, tile_scale_g, q_g, tile_s, scale_s, q_s):
+        blocks, indices = [[places_g[first + i] for i in range(runs)] for first in (0, runs)]
+        where = blocks, indices, places_g[2 * runs]
+        cp_async.copy_queries.on_gpu(q_s, query_g, head=head)
+        cp_async.commit_copies.on_gpu()
+        cp_async.copy_tile.on_gpu(tile_s, cache_g, *where, tiling=tiling)
+        cp_async.release_to_warp.on_gpu()
+        cp_async.copy_token_scales.on_gpu(scale_s, scale_g, *where)
+        cp_async.commit_copies.on_gpu()
+        cp_async.wait_for_warp.on_gpu(num_pending=1)
+        cp_async.wait_for_warpgroup.on_gpu(num_pending=0)
+        plgpu.commit_smem()
+        for source, result in ((tile_s, tile_g), (scale_s, tile_scale_g), (q_s, q_g)):
+            plgpu.copy_smem_to_gmem(source, result)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fallback(cache, scale, query, places):
+        results = [jax.new_ref(jnp.zeros(shape, dtype)) for shape, dtype in outs]
+        where = list(places[:runs]), list(places[runs : 2 * runs]), places[2 * runs]
+        cp_async.copy_tile.fallback(results[0], jax.new_ref(cache), *where, tiling=tiling)
+        cp_async.copy_token_scales.fallback(results[1], jax.new_ref(scale), *where)
+        cp_async.copy_queries.fallback(results[2], jax.new_ref(query), head=head)
+        return tuple(result[...] for result in results)
+
+    scratch = (
+        swizzled_smem(outs[0][0], cache.dtype, width=head.width),
+        plgpu.SMEM((64,), f32),
+        swizzled_smem(outs[2][0], query.dtype),
+    )
+    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction)]
+    return Case((cache, scale, query, places), kernel(body, *outs, scratch=scratch), fallback, (*functions,))
+
+
 def all_cases() -> dict[str, Case]:
     bf16, f16 = jnp.bfloat16, jnp.float16
     cases = {
@@ -301,6 +354,11 @@ def all_cases() -> dict[str, Case]:
         "tokens-16": tokens_out(-3, 5, 14, 16),
         "tokens-none": tokens_out(60, 7, 3, 32),
         "tiles": tiles_out(bf16),
+        "copies-8": copies(8, 64, bf16, is_hnd=False),
+        "copies-16-80": copies(16, 80, jnp.int8, is_hnd=True),
+        "copies-32-120": copies(32, 120, f16, is_hnd=False),
+        "copies-64-192": copies(64, 192, jnp.int8, is_hnd=False),
+        "copies-256-256": copies(256, 256, bf16, is_hnd=True),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
     }
