@@ -144,6 +144,7 @@ KERNELS = {
     "block_scores": KernelSupport(head_dims=(64, 128, 256), maxima={"query heads": 256}),
     "add_norm": KernelSupport(compute_capabilities=SINCE_AMPERE, maxima={"elements per row": 16384}),
     "grouped_matmul": KernelSupport(),
+    "all_reduce": KernelSupport(),
 }
 
 

@@ -27,7 +27,7 @@ def why_not_peer_memory(devices: Sequence[jax.Device], count: int) -> str | None
     if count > MAX_PEERS:
         return f"{count} devices would sum together (at most {MAX_PEERS} are supported)"
     gpus = [device for device in devices if device.platform in GPU_PLATFORMS]
-    reason = next(filter(None, map(why_not_device, gpus)), None)
+    reason = next(filter(None, (why_not_device(gpu, "all_reduce") for gpu in gpus)), None)
     if reason is not None or len(gpus) < 2:
         return reason
     processes, num_processes = len({device.process_index for device in gpus}), jax.process_count()

@@ -122,9 +122,9 @@ def default_sizes(
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_quantized = min(itemsizes) == 1
     width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim
-    split_kv = 2048 if batch_invariant else None
+    split_kv, is_small = 2048 if batch_invariant else None, is_quantized or has_lists
     if not ARCHITECTURES[gpu].has_wgmma:
-        return _estimate_sizes(gpu, width, rows, itemsizes, split_kv)
+        return _estimate_sizes(gpu, width, rows, itemsizes, split_kv, is_small=is_small)
     # With more rows of wider heads, registers spill when every feature is on.
     rows_by_width = EIGHT_BIT_MAX_ROWS_BY_WIDTH if is_quantized else MAX_ROWS_BY_WIDTH
     max_rows = next(count for max_width, count in rows_by_width if width <= max_width)
@@ -132,11 +132,7 @@ def default_sizes(
     # Warps that do not wait for each other save 1 % in 16 bits (measured up to 16 rows), a third to a half in
     # 8.
     per_warp_mma = width * tile_rows <= MAX_WARP_ACCUMULATOR and (is_quantized or tile_rows <= 16)
-    # Tiles of few bytes need two thread blocks per SM, or memory idles during the softmax. With more rows, or
-    # wider heads in 8 bits, only one fits: it takes over 128 registers per thread.
-    is_small = is_quantized or has_lists
-    fits_two = width * max(rows, 8) <= 1024 if is_small else width <= 64 and rows <= 32
-    ctas_per_sm = 2 if fits_two else 1
+    ctas_per_sm = 2 if _fits_two(width, rows, is_small=is_small) else 1
     bytes_in_flight = LISTS_BYTES_IN_FLIGHT if has_lists else BYTES_IN_FLIGHT
     tile_kv = 64
     stage_bytes = tile_kv * width * sum(itemsizes)
@@ -151,8 +147,17 @@ def default_sizes(
     )
 
 
+def _fits_two(width: int, rows: int, *, is_small: bool) -> bool:
+    """Return whether the registers of an SM hold two thread blocks with a loader.
+
+    Tiles of few bytes need two, or memory idles during the softmax. With more rows, or wider heads in 8 bits,
+    only one fits: it takes over 128 registers per thread.
+    """
+    return width * max(rows, 8) <= 1024 if is_small else width <= 64 and rows <= 32
+
+
 def _estimate_sizes(
-    gpu: str, width: int, rows: int, itemsizes: Sequence[int], split_kv: int | None
+    gpu: str, width: int, rows: int, itemsizes: Sequence[int], split_kv: int | None, *, is_small: bool
 ) -> DecodeSizes:
     """Return sizes for an architecture without wgmma, where nothing was measured.
 
@@ -166,6 +171,7 @@ def _estimate_sizes(
         rows: Number of query rows per KV head.
         itemsizes: Bytes per element of keys and of values.
         split_kv: `DecodeSizes.split_kv`.
+        is_small: Whether tiles have few bytes, because they are quantized or listed.
     """
     architecture, tile_kv = ARCHITECTURES[gpu], 64
     max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_ROWS)
@@ -176,8 +182,9 @@ def _estimate_sizes(
     stage_bytes = tile_kv * (width * sum(itemsizes) + 8)  # with scales per token
     options = [(uses_tma, ctas, stages) for stages in (2, 1) for uses_tma in (True, False) for ctas in (2, 1)]
     for uses_tma, ctas_per_sm, min_stages in options:
-        # A thread block with a loader has twice as many threads, so that two need few registers.
-        if uses_tma and (not architecture.has_tma or (ctas_per_sm == 2 and width * tile_rows > 1024)):
+        # A thread block without a loader has half as many threads, so that registers hold two.
+        fits_registers = ctas_per_sm == 1 or not uses_tma or _fits_two(width, tile_rows, is_small=is_small)
+        if not fits_registers or (uses_tma and not architecture.has_tma):
             continue
         cta_bytes = (architecture.smem_bytes + RESERVED_BYTES) // ctas_per_sm - RESERVED_BYTES
         available = cta_bytes - ALIGNMENT_BYTES

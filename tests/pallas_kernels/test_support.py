@@ -442,8 +442,35 @@ def test_device_of_returns_the_first_arrays_device(monkeypatch):
 def test_why_not_on_names_the_platform_or_the_compute_capability(monkeypatch):
     assert "JAX's platform here is 'cpu'" in support.why_not_on(jnp.zeros(1))
     older = OtherDevice()
-    older.platform, older.compute_capability = "gpu", "8.0"
+    older.platform, older.compute_capability = "gpu", "7.5"
     monkeypatch.setattr(support, "device_of", lambda *_: older)
-    assert support.why_not_on().endswith("compute capability 9.0, and this GPU has 8.0")
-    older.compute_capability = "9.0"
-    assert support.why_not_on() is None
+    assert support.why_not_on().endswith("12.0, 12.1, and this GPU has 7.5")
+    for capability in support.ARCHITECTURES:
+        older.compute_capability = capability
+        assert support.why_not_on() is None
+
+
+def test_why_not_kernel_on_names_the_kernel_and_its_architectures():
+    with support.target("a100"):
+        assert support.why_not_kernel_on("add_norm", jnp.zeros(1)) is None
+        reason = support.why_not_kernel_on("varlen_prefill", jnp.zeros(1))
+    assert reason == "varlen_prefill is compiled for compute capability 9.0, and this GPU has 8.0"
+    assert "'cpu'" in support.why_not_kernel_on("add_norm", jnp.zeros(1))
+
+
+def test_kernels_are_built_for_the_target_then_for_the_device_then_for_hopper(monkeypatch):
+    assert support.kernel_architecture(jnp.zeros(1)) == "9.0"  # interpret mode on a CPU
+    device = OtherDevice()
+    device.platform, device.compute_capability = "gpu", "8.9"
+    monkeypatch.setattr(support, "device_of", lambda *_: device)
+    assert support.kernel_architecture() == "8.9"
+    with support.target("rtx5090"):
+        assert support.kernel_architecture() == "12.0"
+    device.compute_capability = "7.5"
+    assert support.kernel_architecture() == "9.0"
+
+
+def test_each_gpu_name_has_a_known_architecture():
+    assert set(support.GPUS.values()) == set(support.ARCHITECTURES)
+    for kernel in support.KERNELS.values():
+        assert set(kernel.compute_capabilities) <= set(support.ARCHITECTURES)

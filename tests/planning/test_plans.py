@@ -131,10 +131,18 @@ class TestDevice:
             assert "mosaic_gpu" in text
             assert "xla" not in text
 
-    def test_plan_for_a_gpu_without_kernels_has_the_reason(self):
+    @pytest.mark.parametrize("gpu", support.ARCHITECTURES)
+    def test_decode_is_planned_with_the_sizes_of_the_architecture(self, gpu):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = jattn.plan(batch([1], [9]), SPEC, CACHE, device=gpu)
+        sizes = plan.layers[0].decode.kernel.sizes
+        assert (sizes.gpu, sizes.uses_tma) == (gpu, support.ARCHITECTURES[gpu].has_tma)
+
+    def test_plan_for_a_gpu_without_a_kernel_has_the_reason(self):
         with pytest.warns(jattn.KernelFallbackWarning, match=r"compute capability 9.0, and this GPU has 8.0"):
-            text = str(jattn.plan(batch([1], [9]), SPEC, CACHE, device="a100"))
-        assert "mosaic_gpu: the kernels are compiled for compute capability 9.0" in text
+            text = str(jattn.plan(batch([4, 1], [4, 9]), SPEC, CACHE, device="a100"))
+        assert "mosaic_gpu: varlen_prefill is compiled for compute capability 9.0" in text
 
     def test_unknown_device_is_rejected_and_the_target_ends_with_the_call(self):
         with pytest.raises(ValueError, match=r"gpu must be one of 'a100', .*, got 'tpu'"):

@@ -134,7 +134,7 @@ def check_agreement() -> None:
 def main() -> None:
     if WHERE == "cpu":
         peer_memory.GPU_PLATFORMS = support.GPU_PLATFORMS = ("cpu",)
-        support.why_not_device = lambda device: None
+        support.why_not_device = lambda *_: None
         cuda = Cuda(RANK, num_own=2)
         use(cuda)
         check_table(cuda)
