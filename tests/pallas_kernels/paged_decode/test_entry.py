@@ -17,7 +17,7 @@ from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import target, why_not_decode, why_not_on
+from pallas_kernels.support import ARCHITECTURES, target, why_not_decode, why_not_on
 from tests import aot, assertions
 from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
@@ -502,6 +502,10 @@ class TestRefusals:
         ("change", "message"),
         [({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"),
          ({"tile_kv": 128, "per_warp_mma": True}, "tile_kv must be 64 with per_warp_mma, got 128"),
+         ({"uses_tma": False}, "per_warp_mma must be True without wgmma or TMA, got False"),
+         ({"gpu": "12.0"}, "per_warp_mma must be True without wgmma or TMA, got False"),
+         ({"gpu": "8.0", "per_warp_mma": True}, "uses_tma must be False on compute capability 8.0, got True"),
+         ({"gpu": "7.5"}, "gpu must be one of '8.0', .*, got '7.5'"),
          ({"split_kv": 100}, "multiple of tile_kv.*100"),
          ({"max_rows": 12}, "max_rows must .*12"), ({"stages": 0}, "stages must be positive")],
     )  # fmt: skip
@@ -511,11 +515,11 @@ class TestRefusals:
 
 
 class TestAheadOfTime:
-    """Kernels compiled for an H200 on a machine without a GPU."""
+    """Kernels compiled on a machine without a GPU, for an H200 unless a compute capability is given."""
 
-    def check(self, names):
+    def check(self, names, gpu="9.0"):
         aot.require_plugin()
-        reports = aot.compile_all("tests.pallas_kernels.paged_decode.decode_aot_cases", names)
+        reports = aot.compile_all("tests.pallas_kernels.paged_decode.decode_aot_cases", names, gpu)
         assert list(reports) == names
         for name, kernels in reports.items():
             assert {k.name.partition("_mosaic")[0] for k in kernels} == {
@@ -532,3 +536,15 @@ class TestAheadOfTime:
     @pytest.mark.slow
     def test_all_shipped_kernels_compile_without_spills(self):
         self.check(list(aot_cases()))
+
+    @pytest.mark.parametrize(
+        ("gpu", "first", "step"),
+        [("8.0", 50, 200), ("8.6", 225, 200), ("8.9", 290, 200), ("10.0", 100, 200), ("12.0", 140, 200)],
+    )
+    def test_a_sample_compiles_without_spills_for_other_architectures(self, gpu, first, step):
+        self.check(list(aot_cases())[first::step], gpu)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("gpu", sorted(set(ARCHITECTURES) - {"9.0"}))
+    def test_all_shipped_kernels_compile_without_spills_for_other_architectures(self, gpu):
+        self.check(list(aot_cases()), gpu)

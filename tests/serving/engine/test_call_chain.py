@@ -41,7 +41,9 @@ def kernel_entry(*_, **__):
 
 
 def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatch):
-    on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
+    functions = {"why_not_on": None, "is_gpu": False, "kernel_architecture": "9.0"}
+    answers = {name: lambda *_, answer=answer: answer for name, answer in functions.items()}
+    on_a_gpu = types.SimpleNamespace(**answers)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
     monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernelConfig(sizes=DecodeSizes()))
     nothing = construct_unchecked(DecodeKernelPlan, schedule=None, block_list=None)
