@@ -129,7 +129,7 @@ KERNELS = {
     ),
     # Copies into a cache of the inputs' dtype depend on the bytes per token and head alone.
     "cache_write": KernelSupport(
-        compute_capabilities=SINCE_HOPPER,
+        compute_capabilities=SINCE_AMPERE,
         eight_bit_dtypes=("int8", "float8_e4m3fn"),
         eight_bit_head_dims=HEAD_DIMS,
         layouts=LAYOUTS,
@@ -493,6 +493,7 @@ def why_not_write(
     head_dim: int,
     k_scale_ndim: int | None = None,
     v_scale_ndim: int | None = None,
+    gpu: str = "9.0",
 ) -> str | None:
     """Return why cache_write does not support a cache, or None if it does.
 
@@ -506,6 +507,7 @@ def why_not_write(
         k_scale_ndim: Axes of the scale of the keys: 3 for a scale per token and head, 0 for a scalar; None if
             keys have no scale.
         v_scale_ndim: Axes of the scale of the values; see `k_scale_ndim`.
+        gpu: Compute capability that the kernel is built for.
     """
     kernel = KERNELS["cache_write"]
     dtype = jnp.dtype(dtype)
@@ -521,6 +523,9 @@ def why_not_write(
         has_known_scale = stored_dtype != dtype and ndim in (None, 0, 3)
         clause = f"writing {name} of {dtype.name} into a cache of {stored_dtype.name}"
         rules.append((stored_dtype == dtype or can_quantize, f"{clause} is not supported"))
+        needs_conversion = stored_dtype != dtype and stored_dtype != jnp.int8
+        has_conversion = ARCHITECTURES[gpu].has_fp8_conversion or not needs_conversion
+        rules.append((has_conversion, f"{clause} is not supported on compute capability {gpu}"))
         rules.append((is_plain or has_known_scale, f"{clause} with a scale of {ndim} axes is not supported"))
     alignment = f"with layout={layout} and stored dtypes {join_values(x.name for x in kv_dtypes.values())}"
     rules += [

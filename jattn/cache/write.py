@@ -104,6 +104,7 @@ def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
         layout=cache.layout,
         kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
+        gpu=support.kernel_architecture(cache.k),
     )
 
 

@@ -1,5 +1,7 @@
 """cache_write: write new keys and values to their slots in place, quantized if the cache has 8 bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
@@ -17,7 +19,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.support import why_not_write
+from pallas_kernels.support import kernel_architecture, why_not_write
 
 FIX = "Pass implementation='xla' to write_kv"
 
@@ -61,17 +63,19 @@ def cache_write(
     Source: vLLM `reshape_and_cache_flash`; rounding as in `int8_per_token_head` and `fp8_per_token_head`.
     """
     is_hnd = layout == "HND"
-    _check(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout=layout)
+    gpu = kernel_architecture(k_cache)
+    _check(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, layout=layout, gpu=gpu)
     tokens, kv_heads, head_dim = key.shape
     if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
     arrays = key, value, k_cache, v_cache, k_scale, v_scale
     key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(arrays, "cache_write", FIX)
     is_quantized = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
-    row_shape = (kv_heads, head_dim) if is_hnd or is_quantized else (kv_heads * head_dim,)
     if sizes is None:
         row_bytes = kv_heads * head_dim * key.dtype.itemsize
-        sizes = default_sizes(tokens, row_bytes, heads=kv_heads if is_quantized else None)
+        sizes = default_sizes(tokens, row_bytes, kv_heads, is_quantized=is_quantized, gpu=gpu)
+    copies_rows = not is_hnd and not is_quantized and sizes.uses_tma
+    row_shape = (kv_heads * head_dim,) if copies_rows else (kv_heads, head_dim)
     k_rows, v_rows = k_cache, v_cache
     if not is_hnd:
         k_rows, v_rows = k_cache.reshape(-1, *row_shape), v_cache.reshape(-1, *row_shape)
@@ -79,7 +83,8 @@ def cache_write(
     scales = _scale_ref(k_scale), _scale_ref(v_scale)
     new = key.reshape(tokens, *row_shape), value.reshape(tokens, *row_shape)
     refs = CacheWriteRefs(new, slot_mapping.astype(jnp.int32), caches, scales)
-    sides = _side_options(key, k_cache, k_scale), _side_options(value, v_cache, v_scale)
+    make_options = functools.partial(_side_options, uses_tma=sizes.uses_tma)
+    sides = make_options(key, k_cache, k_scale), make_options(value, v_cache, v_scale)
     block_size = k_cache.shape[2 if is_hnd else 1]
     dims = CacheWriteDims(sides=sides, is_hnd=is_hnd, block_size=block_size, rows=sizes.rows)
     write_rows(refs, dims=dims, interpret=interpret)
@@ -101,6 +106,7 @@ def _check(
     v_scale: Array | None,
     *,
     layout: str,
+    gpu: str,
 ) -> None:
     """Raise the errors that `cache_write` documents."""
     require_one_of("layout", layout, ("NHD", "HND"))
@@ -127,6 +133,7 @@ def _check(
         layout=layout,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        gpu=gpu,
     )
     if reason is not None:
         raise unsupported("cache_write", reason, FIX)
@@ -135,10 +142,12 @@ def _check(
             require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")
 
 
-def _side_options(new: Array, cache: Array, scale: Array | None) -> SideOptions:
+def _side_options(new: Array, cache: Array, scale: Array | None, *, uses_tma: bool) -> SideOptions:
+    is_quantized = cache.dtype != new.dtype
     return SideOptions(
         heads=new.shape[1],
-        dtype=None if cache.dtype == new.dtype else cache.dtype,
+        is_copied=uses_tma and not is_quantized,
+        dtype=cache.dtype if is_quantized else None,
         has_token_scales=scale is not None and scale.ndim == 3,
     )
 

@@ -1,6 +1,7 @@
 """The kernel of cache_write: a thread block moves a few tokens, by bulk copies or through registers.
 
-Keys and values in the dtype of the cache are copied. For an 8-bit cache, they are quantized in registers.
+Keys and values in the dtype of the cache are copied by TMA; without TMA they pass through registers. For an
+8-bit cache, they are quantized in registers.
 
 one warpgroup, for keys and for values           copied                               quantized
 ----------------------------------------------   ----------------------------------   ----------------------
@@ -40,20 +41,22 @@ class SideOptions:
 
     Attributes:
         heads: Number of KV heads.
+        is_copied: Whether TMA copies the rows; otherwise they pass through registers.
         dtype: 8-bit dtype that the rows are quantized to; None if they have the cache's dtype.
         has_token_scales: Whether the kernel computes a scale per token and head.
     """
 
     heads: int
+    is_copied: bool
     dtype: np.dtype | None = None
     has_token_scales: bool = False
 
     def smem(self, rows: int, array: jax.Array) -> ScratchType:
-        """Return shared memory for copies of rows; None if they are quantized in registers."""
-        return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
+        """Return shared memory for copies of rows; None if they pass through registers."""
+        return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.is_copied else None
 
     def quantize(self, row: Tile, divisor: Scalar | None) -> tuple[Tile, Rows | None]:
-        """Quantize the keys or values of a token, [heads, head_dim].
+        """Quantize the keys or values of a token, [heads, head_dim], if the cache has another dtype.
 
         Args:
             row: Keys or values of all heads of the token, in registers.
@@ -62,6 +65,8 @@ class SideOptions:
         Returns:
             The row in the cache's dtype, and the scale of each head, or None without scales per token.
         """
+        if self.dtype is None:
+            return row, None
         is_int = self.dtype == jnp.int8
         max_stored = 127.0 if is_int else float(jnp.finfo(self.dtype).max)
         x, scale = row.astype(jnp.float32), None
@@ -105,7 +110,8 @@ class CacheWriteSmem(NamedTuple):
     """Shared memory of a thread block, and the barrier for the copies into it.
 
     Attributes:
-        new: New keys and values of the thread block's tokens, [rows, ...]; None if they are quantized.
+        new: New keys and values of the thread block's tokens, [rows, ...]; None if registers
+            hold them.
         loaded: Barrier at which each copy arrives; None without copies.
     """
 
@@ -132,7 +138,7 @@ class CacheWriteDims:
     @property
     def num_copies(self) -> int:
         """Number of bulk copies of a thread block into shared memory."""
-        return self.rows * sum(side.dtype is None for side in self.sides)
+        return self.rows * sum(side.is_copied for side in self.sides)
 
 
 def write_rows(refs: CacheWriteRefs, *, dims: CacheWriteDims, interpret: Interpret = None) -> None:
@@ -161,7 +167,7 @@ def write_body(refs: CacheWriteRefs, unused: Ref, smem: CacheWriteSmem, *, dims:
     rows_per_side: list[list[Tile]] = []
     divisors: list[Scalar | None] = []
     for side, rows_g, rows_s, scale in zip(sides, refs.new, smem.new, refs.scales, strict=True):
-        if side.dtype is None:
+        if side.is_copied:
             for j, token in enumerate(token_ids):
                 plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], smem.loaded, oob_mode=BULK_COPY)
             rows_per_side.append([])
@@ -187,7 +193,7 @@ def write_body(refs: CacheWriteRefs, unused: Ref, smem: CacheWriteSmem, *, dims:
             block, offset = split_slot(slot, dims.block_size)
             for side, rows_s, cache, results, scale_ref in writes:
                 target = cache.at[(block, slice(None), offset) if dims.is_hnd else slot]
-                if side.dtype is None:
+                if side.is_copied:
                     plgpu.copy_smem_to_gmem(rows_s.at[j], target, commit_group=False)
                     continue
                 row, scale = results[j]

@@ -98,10 +98,12 @@ def _norm(x, weight):
 
 
 @pytest.mark.kernels
-def test_shipped_kernels_compile_without_spills():
+@pytest.mark.parametrize("gpu", ["9.0", "8.0", "8.9", "12.0"])
+def test_shipped_kernels_compile_without_spills(gpu):
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.add_norm.test_entry", list(aot_cases()))
-    assert len(kernels) == len(aot_cases())
+    names = list(aot_cases())[:: 1 if gpu == "9.0" else 5]
+    kernels = aot.compile_all("tests.pallas_kernels.add_norm.test_entry", names, gpu)
+    assert list(kernels) == names
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name
 

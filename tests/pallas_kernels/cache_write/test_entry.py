@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.cache_write import CacheWriteSizes, cache_write, reference
-from pallas_kernels.support import why_not_write
+from pallas_kernels.support import ARCHITECTURES, why_not_write
 from tests import aot
 
 SLOTS = [7, -1, 0, 30, -5, 12, 13, 9, 63]
@@ -90,20 +90,20 @@ def check_rounding(arguments, scales, layout, **options):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_cache_write_quantizes_to_8_bits(layout, name):
+@pytest.mark.parametrize(("name", "uses_tma"), [*((name, True) for name in FORMATS), ("int8_k_only", False)])
+def test_cache_write_quantizes_to_8_bits(layout, name, uses_tma):
     arguments, scales = rounding_problem(layout, name, heads=2, dim=64)
-    check_rounding(
-        arguments, scales, layout, sizes=CacheWriteSizes(rows=4), interpret=plgpu.InterpretGPUParams()
-    )
+    sizes = CacheWriteSizes(rows=4, uses_tma=uses_tma)
+    check_rounding(arguments, scales, layout, sizes=sizes, interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
-def test_each_token_is_written_to_its_slot_only(layout, rows, dtype):
-    arguments = problem(layout, dtype=dtype)
-    check(arguments, layout, sizes=CacheWriteSizes(rows=rows), interpret=plgpu.InterpretGPUParams())
+@pytest.mark.parametrize("uses_tma", [True, False])
+def test_each_token_is_written_to_its_slot_only(layout, rows, dtype, uses_tma):
+    arguments, sizes = problem(layout, dtype=dtype), CacheWriteSizes(rows=rows, uses_tma=uses_tma)
+    check(arguments, layout, sizes=sizes, interpret=plgpu.InterpretGPUParams())
 
 
 def aot_cases():
@@ -132,10 +132,14 @@ def _write_with_scales(key, value, k, v, slots, k_scale, v_scale, *, layout):
     return cache_write(key, value, k, v, slots, k_scale=k_scale, v_scale=v_scale, layout=layout)
 
 
-def test_shipped_kernels_compile_without_spills_or_copies():
+@pytest.mark.parametrize("gpu", ["9.0", "8.0", "8.9", "12.0"])
+def test_shipped_kernels_compile_without_spills_or_copies(gpu):
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.cache_write.test_entry", list(aot_cases()))
-    assert len(kernels) == len(aot_cases())
+    names = list(aot_cases())[:: 1 if gpu == "9.0" else 5]
+    if not ARCHITECTURES[gpu].has_fp8_conversion:
+        names = [name for name in names if "fp8" not in name]
+    kernels = aot.compile_all("tests.pallas_kernels.cache_write.test_entry", names, gpu)
+    assert list(kernels) == names
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name
 
@@ -181,6 +185,15 @@ def test_why_not_write_names_what_is_not_supported(change, message):
     assert why_not_write(**good) is None
     assert why_not_write(**(good | INT8)) is None
     assert re.search(message, why_not_write(**(good | change)))
+
+
+def test_quantizing_to_fp8_is_refused_without_the_instruction():
+    good = {"dtype": jnp.bfloat16, "layout": "NHD", "kv_heads": 2, "head_dim": 64}
+    fp8 = {"k_dtype": jnp.float8_e4m3fn, "v_dtype": jnp.float8_e4m3fn, "k_scale_ndim": 0, "v_scale_ndim": 0}
+    assert why_not_write(**good, **fp8, gpu="8.9") is None
+    assert why_not_write(**good, **INT8, gpu="8.0") is None
+    reason = why_not_write(**good, **fp8, gpu="8.0")
+    assert reason.endswith("a cache of float8_e4m3fn is not supported on compute capability 8.0")
 
 
 def test_wrong_arguments_are_refused():

@@ -175,10 +175,12 @@ def _write(qkv, k_cache, v_cache, slots, cos, sin, q_weight, k_weight, *, layout
 
 
 @pytest.mark.kernels
-def test_shipped_kernels_compile_without_spills_or_copies():
+@pytest.mark.parametrize("gpu", ["9.0", "8.0", "8.9", "12.0"])
+def test_shipped_kernels_compile_without_spills_or_copies(gpu):
     aot.require_plugin()
-    kernels = aot.compile_all("tests.pallas_kernels.qkv_write.test_entry", list(aot_cases()))
-    assert len(kernels) == len(aot_cases())
+    names = list(aot_cases())[:: 1 if gpu == "9.0" else 5]
+    kernels = aot.compile_all("tests.pallas_kernels.qkv_write.test_entry", names, gpu)
+    assert list(kernels) == names
     for name, (kernel,) in kernels.items():
         assert kernel.spilled_bytes == 0, name
 
