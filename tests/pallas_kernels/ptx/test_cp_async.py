@@ -1,0 +1,178 @@
+"""The addresses of cp.async copies, computed lane by lane: every byte goes where TMA would write it."""
+
+import re
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ptx import cp_async
+from pallas_kernels.shared.memory import head_chunks, swizzle_bytes
+from pallas_kernels.shared.paged_kv import CacheTiling
+
+pytestmark = pytest.mark.usefixtures("types_unchecked")
+
+GMEM = 1 << 40  # address of the arrays in global memory
+
+
+class Array:
+    """A contiguous array in place of a memory reference."""
+
+    def __init__(self, array):
+        self.type, self.shape, self.element_type = self, array.shape, array.dtype
+        self.strides = [stride // array.itemsize for stride in array.strides]
+
+    def get_strides_and_offset(self):
+        return self.strides, 0
+
+
+class Machine:
+    """One lane after another, whose registers are Python ints; shared memory starts as 0xEE."""
+
+    def __init__(self, gmem: bytes, num_bytes: int):
+        self.gmem, self.smem = gmem, np.full(num_bytes, 0xEE, np.uint8)
+        self.lane = self.warp = 0
+
+    def ptx(self, code, *args, result_type=None):
+        if "mad.wide.s32" in code:
+            pointer, index, offset = args
+            return pointer + index * int(re.search(r"\$2, (\d+), \$1", code)[1]) + offset
+        assert code == "{ .reg .b64 x; cvt.u64.u32 x, $2; add.s64 $0, $1, x; }"
+        return sum(args)
+
+    def run(self, code, target, source, num_bytes=None, *, predicate=True):
+        """Copy by cp.async; the last number of bytes that are copied may be 0, which fills with zeros."""
+        places = r"\[\$0(?: \+ (\d+))?\], \[\$1(?: \+ (\d+))?\]"
+        found = re.fullmatch(rf"cp\.async\.c[ag]\.shared\.global {places}, (\d+)(?:, \$2)?;", code)
+        target_offset, source_offset, size = found.groups(default="0")
+        target, source, size = target + int(target_offset), source + int(source_offset) - GMEM, int(size)
+        if not predicate:
+            return
+        copied = size if num_bytes is None else num_bytes
+        assert target % size == source % size == 0
+        assert 0 <= target <= len(self.smem) - size
+        assert not copied or 0 <= source <= len(self.gmem) - copied
+        self.smem[target : target + size] = 0
+        self.smem[target : target + copied] = np.frombuffer(self.gmem, np.uint8)[source : source + copied]
+
+    def patch(self, patch):
+        """Replace the functions that emit code by functions that execute it."""
+        add = lambda *terms: sum(terms)
+        lanes = types.SimpleNamespace(
+            lane_and_warp=lambda: (self.lane, self.warp), const=int, times=lambda x, n: x * n, add=add,
+            is_below=lambda x, n: x < n, address=lambda ref: 0, pointer=lambda ref: GMEM, ptx=self.ptx,
+            run=self.run, i64=lambda: None,
+        )  # fmt: skip
+        arith = types.SimpleNamespace(
+            andi=lambda a, b: a & b, xori=lambda a, b: a ^ b, shrui=lambda a, b: a >> b, minsi=min,
+            select=lambda condition, a, b: a if condition else b, cmpi=lambda _, a, b: a >= b,
+            CmpIPredicate=types.SimpleNamespace(sge=None),
+        )  # fmt: skip
+        bytewidth = lambda dtype: dtype.itemsize
+        mgpu = types.SimpleNamespace(bytewidth=bytewidth, warpgroup_barrier=lambda: None)
+        ir = types.SimpleNamespace(MemRefType=lambda ref: ref)
+        fragments = types.SimpleNamespace(scalar=int)
+        for name, replacement in (
+            ("lanes", lanes), ("arith", arith), ("mgpu", mgpu), ("ir", ir), ("fragments", fragments),
+            ("require_tiles", lambda *_, **__: None),
+        ):  # fmt: skip
+            patch.setattr(cp_async, name, replacement)
+
+    def run_warpgroup(self, function, *args, **static):
+        for self.warp in range(4):
+            for self.lane in range(32):
+                function(None, *args, **static)
+
+
+def in_swizzled_memory(tile, swizzle):
+    """Return the bytes of a tile [chunks, rows, width] in swizzle atoms of 8 rows."""
+    chunks, rows, _ = tile.shape
+    units = tile.view(np.uint8).reshape(chunks, rows // 8, 8, -1, swizzle // 16, 16).swapaxes(2, 3)
+    result = np.empty_like(units)
+    for row in range(8):
+        for unit in range(swizzle // 16):
+            phase = row if swizzle == 128 else row // 2
+            result[..., row, unit ^ phase, :] = units[..., row, unit, :]
+    return result.reshape(-1)
+
+
+def random_bytes(shape, dtype, seed=0):
+    array = np.empty(shape, dtype)
+    array.view(np.uint8)[...] = np.random.default_rng(seed).integers(256, size=array.view(np.uint8).shape)
+    return array
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
+@pytest.mark.parametrize("is_hnd", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "itemsize", "head_itemsize"),
+    [
+        (64, 2, 2),
+        (80, 2, 2),
+        (120, 2, 2),
+        (192, 2, 2),
+        (256, 2, 2),
+        (64, 1, 1),
+        (80, 1, 1),
+        (96, 2, 1),
+        (192, 1, 1),
+    ],
+)
+def test_each_byte_of_a_tile_goes_where_tma_would_write_it(
+    monkeypatch, block_size, is_hnd, head_dim, itemsize, head_itemsize
+):
+    head = head_chunks(head_dim, itemsize=head_itemsize)
+    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    dtype, rng = np.dtype(np.uint8 if itemsize == 1 else np.uint16), np.random.default_rng(1)
+    per_block = (3, block_size) if is_hnd else (block_size, 3)
+    cache = np.asarray(tiling.tile_cache(random_bytes((7, *per_block, head_dim), dtype)))
+    runs, kv_head = tiling.num_copies, 2
+    blocks = rng.integers(7, size=runs).tolist()
+    copies = rng.integers(max(block_size // 64, 1), size=runs).tolist()
+    tile = np.zeros((head.num_chunks, 64, head.width), dtype)
+    for i, (block, copy) in enumerate(zip(blocks, copies, strict=True)):
+        rows = slice(i * tiling.tokens_per_copy, (i + 1) * tiling.tokens_per_copy)
+        found = cache[block, kv_head, copy] if is_hnd else cache[block, copy, :, kv_head]
+        found = found.reshape(tiling.tokens_per_copy, head.num_chunks, head.chunk_dim).swapaxes(0, 1)
+        tile[:, rows, : head.chunk_dim] = found
+
+    machine = Machine(cache.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    scalars = [kv_head, *blocks, *copies]
+    machine.run_warpgroup(cp_async._copy_tile_by_lanes, Array(tile), Array(cache), scalars, tiling=tiling)
+    expected = in_swizzled_memory(tile, swizzle_bytes(itemsize, head.width))
+    np.testing.assert_array_equal(machine.smem, expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
+def test_each_scale_goes_to_its_token(monkeypatch, block_size):
+    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=True, head=head_chunks(64))
+    scale = np.asarray(
+        tiling.tile_scale(jnp.asarray(np.random.default_rng(0).random((7, 3, block_size), np.float32)))
+    )
+    runs, rng = tiling.num_copies, np.random.default_rng(1)
+    blocks = rng.integers(7, size=runs).tolist()
+    copies = rng.integers(max(block_size // 64, 1), size=runs).tolist()
+    machine = Machine(scale.tobytes(), 256)
+    machine.patch(monkeypatch)
+    scales_s = Array(np.zeros(64, np.float32))
+    machine.run_warpgroup(cp_async._copy_token_scales_by_lanes, scales_s, Array(scale), [1, *blocks, *copies])
+    expected = np.concatenate([scale[block, 1, copy] for block, copy in zip(blocks, copies, strict=True)])
+    np.testing.assert_array_equal(machine.smem.view(np.float32), expected)
+
+
+@pytest.mark.parametrize(("rows", "tile_q"), [(1, 8), (8, 8), (5, 16), (16, 16), (24, 24), (32, 32)])
+@pytest.mark.parametrize("head_dim", [64, 80, 120, 128, 256])
+def test_queries_past_the_last_row_are_zero(monkeypatch, rows, tile_q, head_dim):
+    head = head_chunks(head_dim)
+    query = np.asarray(head.split(random_bytes((rows, head_dim), np.dtype(np.uint16))))
+    tile = np.zeros((head.num_chunks, tile_q, head.width), np.uint16)
+    found = query.reshape(rows, head.num_chunks, head.chunk_dim).swapaxes(0, 1)
+    tile[:, :rows, : head.chunk_dim] = found
+    machine = Machine(query.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    machine.run_warpgroup(
+        cp_async._copy_queries_by_lanes, Array(tile), Array(query), tile_q=tile_q, head=head
+    )
+    np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, 128))
