@@ -62,16 +62,18 @@ def stored(x: np.ndarray, dtype: Any) -> jax.Array:
     return jnp.asarray(x, f32).astype(dtype)
 
 
-def tile_of(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> WarpTile:
-    cut = head_chunks(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
-    return WarpTile(tile_q, cut, jnp.dtype(dtype), jnp.dtype(cache_dtype), jnp.dtype(cache_dtype))
+def tile_of(
+    tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, has_fp8_conversion: bool = True
+) -> WarpTile:
+    cut, cache_dtype = head_chunks(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize), jnp.dtype(cache_dtype)
+    return WarpTile(tile_q, cut, jnp.dtype(dtype), cache_dtype, cache_dtype, has_fp8_conversion)
 
 
-def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
+def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, has_fp8_conversion: bool = True) -> Case:
     """Return the case of scores from shared memory; the result is converted, since only MMA reads its
     register layout.
     """
-    tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
+    tile = tile_of(tile_q, head_dim, dtype, cache_dtype, has_fp8_conversion)
     cut = tile.head_chunks
     q = jnp.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
     k = stored(drawn(cut.num_chunks, 64, cut.width, seed=1), cache_dtype)
@@ -97,9 +99,11 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
     return Case((q, k), run, fallback, (load_query_fragments, qk_mma), 1e-4)
 
 
-def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int) -> Case:
+def values(
+    tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int, has_fp8_conversion: bool = True
+) -> Case:
     """Return the case of values in shared memory, in place of accumulators whose column layout is private."""
-    tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
+    tile = tile_of(tile_q, head_dim, dtype, cache_dtype, has_fp8_conversion)
     cut, dim = tile.head_chunks, tile.head_chunks.padded_dim
     v = stored(drawn(cut.num_chunks, 64, cut.width), cache_dtype)
     p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
@@ -340,7 +344,10 @@ def all_cases() -> dict[str, Case]:
     quiet, row_max = -np.abs(drawn(64, 128)) - 0.1, np.zeros(64, np.float32)
     due, lowest = quiet.copy(), row_max.copy()
     due[37, 101], lowest[60] = 0.0, -np.inf
+    fp8 = 8, 128, bf16, jnp.float8_e4m3fn
     return cases | {
+        "scores-fp8-without-conversion": scores(*fp8, has_fp8_conversion=False),
+        "values-fp8-without-conversion": values(*fp8, piece=64, has_fp8_conversion=False),
         "largest": largest(),
         "votes-quiet": votes_of(quiet, row_max),
         "votes-due": votes_of(due, row_max),
