@@ -10,7 +10,7 @@ DEMO_STAMP = $(VENV)/.installed-demo-jax-$(JAX)
 DOCS_STAMP = $(VENV)/.installed-docs
 LATEST = .venv-latest
 # The compiler of jax's CUDA plugin needs no GPU: with it and the ptxas of these wheels, tests compile the kernels
-# for an H200. The wheels are installed beside the environment's packages, because jax warns about a CUDA plugin
+# for an H200 and other GPUs. The wheels are installed beside the environment's packages, because jax warns about a CUDA plugin
 # that finds no driver.
 PLUGIN = $(VENV)/cuda-plugin
 PLUGIN_STAMP = $(VENV)/.plugin-jax-$(JAX)-cuda-$(CUDA)
@@ -60,7 +60,7 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))  ## complete a few prompts with t
 test: $(STAMP)  ## run the fast tests on the CPU
 	$(PYTEST) -m 'not kernels and not gpu and not slow' --ignore=tests/pallas_kernels
 
-test-kernels: $(STAMP) $(PLUGIN_STAMP)  ## interpret the kernels on the CPU, compile them for an H200 (no GPU needed), and run the slower tests
+test-kernels: $(STAMP) $(PLUGIN_STAMP)  ## interpret the kernels on the CPU, compile them for an H200 and other GPUs (no GPU needed), and run the slower tests
 	$(PYTEST) -m 'kernels and not gpu and not slow'
 
 test-all: $(STAMP) $(PLUGIN_STAMP)  ## run every test that needs no GPU, the slow ones included

@@ -155,9 +155,9 @@ def aot_cases():
 
 
 class TestAheadOfTime:
-    def check(self, names):
+    def check(self, names, gpu="9.0"):
         aot.require_plugin()
-        reports = aot.compile_all("tests.pallas_kernels.cache_read.test_entry", names)
+        reports = aot.compile_all("tests.pallas_kernels.cache_read.test_entry", names, gpu)
         assert list(reports) == names
         for name, kernels in reports.items():
             assert [k.name.partition("_mosaic")[0] for k in kernels] == ["cache_read"], name
@@ -165,6 +165,10 @@ class TestAheadOfTime:
 
     def test_a_sample_of_shipped_kernels_compiles_without_spills(self):
         self.check(list(aot_cases())[::6])
+
+    @pytest.mark.parametrize("gpu", ["10.0", "12.0"])
+    def test_a_sample_compiles_without_spills_for_other_architectures(self, gpu):
+        self.check(list(aot_cases())[1::8], gpu)
 
     @pytest.mark.slow
     def test_all_shipped_kernels_compile_without_spills(self):

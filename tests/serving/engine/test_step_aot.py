@@ -1,4 +1,4 @@
-"""Steps of an engine compiled for an H200: kernels run them, and caches are updated in place."""
+"""Steps of an engine compiled without a GPU: kernels run them, and caches are updated in place."""
 
 import pytest
 
@@ -19,3 +19,16 @@ def test_steps_with_drafts_and_cascades_run_on_kernels():
     assert has("cascade", "varlen_prefill"), names
     assert not has("drafts", "varlen_prefill"), names
     assert all(kernel.spilled_bytes == 0 for kernels in kernels_by_case.values() for kernel in kernels)
+
+
+@pytest.mark.parametrize("gpu", ["8.0", "8.9", "12.0"])
+def test_a_decode_step_of_another_architecture_compiles_with_its_kernels(gpu):
+    aot.require_plugin()
+    kernels = aot.compile_all("tests.serving.engine.step_aot_cases", ["drafts"], gpu)["drafts"]
+    assert {kernel.name.partition("_mosaic")[0] for kernel in kernels} == {
+        "add_norm",
+        "qkv_write",
+        "paged_decode",
+        "paged_decode_combine",
+    }
+    assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
