@@ -38,10 +38,14 @@ def run(kernel, problem: AttentionProblem, **arrays) -> None:
     problem.check(*jax.jit(kernel)(jnp.asarray(problem.query), problem.kv.k, problem.kv.v, **arrays))
 
 
-def check_decode(window=None, split_kv=None) -> None:
+# Few thread blocks, so that a span has more tiles than stages.
+CP_ASYNC = paged_decode.DecodeSizes(stages=2, ctas=2, per_warp_mma=True, gpu="8.0", uses_tma=False)
+
+
+def check_decode(window=None, split_kv=None, sizes=None) -> None:
     """Check a request with one key, and two that are split into tiles and spans."""
     problem = problem_of([1, 1, 1], [330, 1, 200], window)
-    sizes = paged_decode.DecodeSizes(stages=2, ctas=12, split_kv=split_kv)
+    sizes = sizes or paged_decode.DecodeSizes(stages=2, ctas=12, split_kv=split_kv)
     metadata = problem.metadata
     arrays = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
     run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **arrays)

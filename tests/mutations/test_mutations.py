@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
+from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
@@ -94,6 +95,27 @@ def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
         return jnp.where(count > 2, first + 1, first), count, first_span
 
     patch.setattr(combine, "row_splits", mutated)
+
+
+def copies_of_the_tile_before(patch: pytest.MonkeyPatch) -> None:
+    original = CpAsyncPipeline.copies_after
+    mutated = lambda pipeline, segment, tile_index: original(pipeline, segment, tile_index - 1)
+    patch.setattr(CpAsyncPipeline, "copies_after", mutated)
+
+
+def values_in_the_next_stage(patch: pytest.MonkeyPatch) -> None:
+    original = CpAsyncPipeline.release_values
+    mutated = lambda pipeline, stage, *args: original(pipeline, 1 - stage, *args)
+    patch.setattr(CpAsyncPipeline, "release_values", mutated)
+
+
+def no_copies_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:
+    original = CpAsyncPipeline.load
+
+    def mutated(pipeline, stream, stage, segment, tile_index, copies):
+        original(pipeline, stream, stage, segment, tile_index + 1, copies)
+
+    patch.setattr(CpAsyncPipeline, "load", mutated)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill
@@ -280,6 +302,7 @@ def fewer(first, low, high, num):
 
 backward_lists = kernels.check_backward_lists
 decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
+cp_async = functools.partial(kernels.check_decode, sizes=kernels.CP_ASYNC)
 decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
 prefill, lists = kernels.check_prefill, kernels.check_lists
 prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
@@ -319,6 +342,17 @@ MUTATIONS = {
         "the combine step starts with a request's second split and ends with a split of another request",
         in_splits,
         partials_from_the_second,
+    ),
+    "cp-async-tile-before": Mutation(
+        "a stage is filled again with the tile that precedes the right one",
+        cp_async,
+        copies_of_the_tile_before,
+    ),
+    "cp-async-stage": Mutation(
+        "values are loaded into the stage of other values", cp_async, values_in_the_next_stage
+    ),
+    "cp-async-last-tile": Mutation(
+        "the last tile of a request in a span is not loaded", cp_async, no_copies_of_the_last_tile
     ),
     "prefill-last-tile": Mutation(
         "the last KV tile of a work tile is not read",
@@ -456,6 +490,7 @@ MUTATIONS = {
         for name, check in {
             "decode": decode,
             "in_splits": in_splits,
+            "cp_async": cp_async,
             "decode_window": decode_window,
             "prefill": prefill,
             "prefill_window": prefill_window,
