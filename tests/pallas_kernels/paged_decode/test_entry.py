@@ -77,7 +77,8 @@ def sizes_of(case):
     per_warp_mma, uses_tma = case.get("per_warp_mma", False), case.get("loads") != "cp.async"
     max_rows = 8 if per_warp_mma and case["head_dim"] > 128 else 16
     return DecodeSizes(
-        stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma,
+        # With one stage each tile but a segment's first takes a stage that was used before.
+        stages=2 if uses_tma else 1, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma,
         uses_tma=uses_tma, gpu="9.0" if uses_tma else "8.0",
     )  # fmt: skip
 
