@@ -78,9 +78,14 @@ def sizes_of(case):
     max_rows = 8 if per_warp_mma and case["head_dim"] > 128 else 16
     return DecodeSizes(
         # With one stage each tile but a segment's first takes a stage that was used before.
-        stages=2 if uses_tma else 1, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma,
-        uses_tma=uses_tma, gpu="9.0" if uses_tma else "8.0",
-    )  # fmt: skip
+        stages=2 if uses_tma else 1,
+        ctas=6,
+        max_rows=max_rows,
+        split_kv=case.get("split_kv"),
+        per_warp_mma=per_warp_mma,
+        gpu="9.0" if uses_tma else "8.0",
+        uses_tma=uses_tma,
+    )
 
 
 def attend(problem: Problem, interpret=None, sizes=None):
