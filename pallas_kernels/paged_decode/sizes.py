@@ -81,6 +81,8 @@ EIGHT_BIT_MAX_ROWS_BY_WIDTH = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
 MAX_WARP_ACCUMULATOR = (
     2048  # elements of an accumulator (head width times rows) that fit the registers of a warp
 )
+# Query rows per tile of WarpMma on other GPUs than Hopper: with 32, a kernel with ALiBi spills on 12.0.
+MAX_WARP_ROWS = 24
 # Bytes that an SM should have in flight, and stages per thread block. More is slower: on an H200, 64 requests
 # of 4k keys in bf16 take 247.2 us, and 252.5 us with 192 KB.
 BYTES_IN_FLIGHT, MAX_STAGES = 96 * 1024, 4
@@ -174,7 +176,7 @@ def _estimate_sizes(
         is_small: Whether tiles have few bytes, because they are quantized or listed.
     """
     architecture, tile_kv = ARCHITECTURES[gpu], 64
-    max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_ROWS)
+    max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_WARP_ROWS)
     tile_rows = min(-(-rows // 8) * 8, max_rows)
     share, measured_share = (x.bandwidth / x.num_sms for x in (architecture, ARCHITECTURES["9.0"]))
     bytes_in_flight = int(BYTES_IN_FLIGHT * share / measured_share)
