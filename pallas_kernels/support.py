@@ -120,7 +120,7 @@ KERNELS = {
     ),
     "varlen_backward": KernelSupport(head_dims=(32, 64, 80, 96, 112, 128, 192, 256)),
     "cache_read": KernelSupport(
-        compute_capabilities=SINCE_HOPPER,
+        compute_capabilities=SINCE_AMPERE,
         eight_bit_dtypes=EIGHT_BIT_DTYPES,
         head_dims=HEAD_DIMS,
         eight_bit_head_dims=EIGHT_BIT_HEAD_DIMS,

@@ -14,10 +14,10 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.shared.memory import head_chunks
+from pallas_kernels.shared.memory import HeadChunks, head_chunks
 from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import why_not_read
+from pallas_kernels.support import ARCHITECTURES, kernel_architecture, why_not_read
 
 FIX = "Gather the blocks with jax.numpy, as jattn does with implementation='xla'"
 
@@ -78,7 +78,10 @@ def cache_read(
         return jnp.zeros((num_rows, kv_heads, head_dim), dtype)
     cache, scale = forbid_kernel_derivative((cache, scale), "cache_read", FIX)
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    head = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
+    architecture = ARCHITECTURES[kernel_architecture(cache)]
+    head = HeadChunks(1, head_dim, head_dim, head_dim, is_padded=False)
+    if architecture.has_tma:
+        head = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
     tiling = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=head)
     token_scales, channel_scales = _scales(scale, tiling, kv_heads)
     inputs = CacheReadInputs(
@@ -88,7 +91,14 @@ def cache_read(
         tiles=_tiles(starts.astype(jnp.int32), firsts, lens, num_rows),
         block_table=block_table.astype(jnp.int32), first_keys=firsts, seq_lens=lens,
     )  # fmt: skip
-    dims = CacheReadDims(rows=num_rows, kv_heads=kv_heads, tiling=tiling, dtype=jnp.dtype(dtype))
+    dims = CacheReadDims(
+        rows=num_rows,
+        kv_heads=kv_heads,
+        tiling=tiling,
+        dtype=jnp.dtype(dtype),
+        uses_tma=architecture.has_tma,
+        has_fp8_conversion=architecture.has_fp8_conversion,
+    )
     return read_tiles(inputs, dims=dims, interpret=interpret).reshape(num_rows, kv_heads, head_dim)
 
 

@@ -12,10 +12,14 @@
     TMA: rows ------------------------> global memory <- out
 
 The steps of a thread block do not overlap. Several thread blocks per SM run at the same time instead.
+
+Without TMA, the keys pass through registers: a warp loads whole rows from global memory, dequantizes them and
+stores them.
 """
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -25,10 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import load_dequantized
-from pallas_kernels.shared.memory import BULK_COPY, padded_slice, swizzled_smem
+from pallas_kernels.shared.dequant import dequantize_to_f32, load_dequantized
+from pallas_kernels.shared.layouts import row_layout
+from pallas_kernels.shared.memory import BULK_COPY, padded_slice, store_unoptimized, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
-from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Layout, Ref, Rows, Scalar, Tile
 
 TILE = 64  # keys per thread block
 W = plgpu.Layout.WGMMA
@@ -44,12 +49,16 @@ class CacheReadDims:
         kv_heads: Number of KV heads.
         tiling: Division of the cache's blocks into TMA copies.
         dtype: Dtype of the result.
+        uses_tma: Whether TMA copies the keys; otherwise they pass through registers.
+        has_fp8_conversion: Whether the GPU has an instruction that converts 8-bit floating-point numbers.
     """
 
     rows: int
     kv_heads: int
     tiling: CacheTiling
     dtype: np.dtype
+    uses_tma: bool = True
+    has_fp8_conversion: bool = True
 
 
 class CacheReadInputs(NamedTuple):
@@ -76,7 +85,7 @@ class CacheReadInputs(NamedTuple):
 
 
 class CacheReadSmem(NamedTuple):
-    """Shared memory of a thread block, and the barrier for the copies into it.
+    """Shared memory of a thread block, and the barrier for the copies into it; without TMA all are None.
 
     Attributes:
         stored: Keys in the dtype of the cache, [num_chunks, TILE, width].
@@ -102,19 +111,20 @@ def read_tiles(inputs: CacheReadInputs, *, dims: CacheReadDims, interpret: Inter
     head, has_token_scales = dims.tiling.head, inputs.token_scales is not None
     tile_shape = (head.num_chunks, TILE, head.width)
     num_copies = dims.tiling.num_copies * (head.num_chunks + has_token_scales)
+    smem = CacheReadSmem(None, None, None, None)
+    if dims.uses_tma:
+        smem = CacheReadSmem(
+            stored=swizzled_smem(tile_shape, inputs.cache.dtype),
+            token_scales=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
+            out=swizzled_smem(tile_shape, dims.dtype),
+            loaded=plgpu.Barrier(num_arrivals=num_copies),
+        )
     return plgpu.kernel(
         functools.partial(read_body, dims=dims),
         out_type=jax.ShapeDtypeStruct(
             (dims.rows, dims.kv_heads, head.num_chunks, head.chunk_dim), dims.dtype
         ),
-        scratch_types=[
-            CacheReadSmem(
-                stored=swizzled_smem(tile_shape, inputs.cache.dtype),
-                token_scales=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
-                out=swizzled_smem(tile_shape, dims.dtype),
-                loaded=plgpu.Barrier(num_arrivals=num_copies),
-            )
-        ],
+        scratch_types=[smem],
         # One grid axis: only the last may exceed 65,535, and the heads of a tile should run one after the
         # other.
         grid=(dims.rows // TILE * dims.kv_heads,),
@@ -134,13 +144,18 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
     columns = padded_slice(head_chunks.width, head_chunks.chunk_dim, tile * 0)
     req, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
 
-    def load() -> None:
+    def runs() -> Iterator[tuple[int, Scalar, Scalar]]:
+        """Yield the first row of each run of keys in the tile, its block and its index in the block."""
         table = BlockTableRef(inputs.block_table, tiling.block_size)
         blocks = table.visible_blocks(req, inputs.first_keys[req], inputs.seq_lens[req])
         column, copy = tiling.locate(first_key)
         for j, block in enumerate(blocks.ids(column, tiling.num_copies)):
+            yield j * tiling.tokens_per_copy, block, copy
+
+    def load() -> None:
+        for first_row, block, copy in runs():
             rows, index = (
-                pl.ds(j * tiling.tokens_per_copy, tiling.tokens_per_copy),
+                pl.ds(first_row, tiling.tokens_per_copy),
                 tiling.gmem_index(block, copy, head),
             )
             for chunk in range(head_chunks.num_chunks):
@@ -150,18 +165,16 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
                 scales = inputs.token_scales.at[block, head, copy]
                 plgpu.copy_gmem_to_smem(scales, smem.token_scales.at[rows], smem.loaded, oob_mode=BULK_COPY)
 
-    def apply_scale(x: Tile, chunk: int) -> Tile:
-        if inputs.token_scales is not None:
-            scale = plgpu.load(smem.token_scales, layout=W.reduce(1))
-            return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [0])
+    def apply_scale(x: Tile, chunk: int, token_scales: Rows | None, layout: Layout) -> Tile:
+        if token_scales is not None:
+            return x.astype(f32) * lax.broadcast_in_dim(token_scales, x.shape, [0])
         if inputs.channel_scales is not None:
             channels = inputs.channel_scales.at[head, chunk]
-            scale = plgpu.load(channels, layout=W.reduce(0), optimized=False)
+            scale = plgpu.load(channels, layout=layout.reduce(0), optimized=False)
             return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [1])
         return x
 
-    @pl.when(req >= 0)
-    def read() -> None:
+    def read_by_tma() -> None:
         # Load all chunks, and wait until every copy has arrived.
         load()
         plgpu.barrier_wait(smem.loaded)
@@ -169,7 +182,9 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
         for chunk in range(head_chunks.num_chunks):
             x = smem.stored.at[chunk]
             x = load_dequantized(x, dims.dtype) if is_quantized else plgpu.load(x, layout=W)
-            smem.out[chunk] = apply_scale(x, chunk).astype(dims.dtype)
+            has_scales = inputs.token_scales is not None
+            token_scales = plgpu.load(smem.token_scales, layout=W.reduce(1)) if has_scales else None
+            smem.out[chunk] = apply_scale(x, chunk, token_scales, W).astype(dims.dtype)
         plgpu.commit_smem()
         # Store: TMA drops columns after the end of a chunk. The thread block must not exit before TMA has
         # read all rows.
@@ -177,3 +192,24 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
             rows = pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
             plgpu.copy_smem_to_gmem(smem.out.at[chunk], out.at[rows, head, chunk, columns])
         plgpu.wait_smem_to_gmem(0)
+
+    def read_through_registers() -> None:
+        layout = row_layout(tiling.tokens_per_copy, head_chunks.width)
+        # All loads are issued before anything is stored, so that their latencies overlap.
+        loaded = []
+        for first_row, block, copy in runs():
+            stored = inputs.cache.at[tiling.gmem_index(block, copy, head)]
+            x = plgpu.load(stored, layout=layout, optimized=False)
+            token_scales = None
+            if inputs.token_scales is not None:
+                scales = inputs.token_scales.at[block, head, copy]
+                token_scales = plgpu.load(scales, layout=layout.reduce(1), optimized=False)
+            loaded.append((first_row, x, token_scales))
+        for first_row, x, token_scales in loaded:
+            if is_quantized:
+                x = dequantize_to_f32(x, has_fp8_conversion=dims.has_fp8_conversion)
+            rows = pl.ds(tile * TILE + first_row, tiling.tokens_per_copy)
+            scaled = apply_scale(x, 0, token_scales, layout).astype(dims.dtype)
+            store_unoptimized(out.at[rows, head, 0], scaled)
+
+    pl.when(req >= 0)(read_by_tma if dims.uses_tma else read_through_registers)
