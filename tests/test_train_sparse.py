@@ -82,17 +82,17 @@ def test_script_writes_losses_and_plots(tmp_path, capsys):
         "1",
         "--patterns",
         "window",
-        "NSA",
+        "DSA",
     ]
     with jax.numpy_dtype_promotion("standard"):
         main(["--out", str(tmp_path), "--data", str(tmp_path / "sources"), *options])
     losses = json.loads((tmp_path / "losses.json").read_text())
-    assert [*losses] == ["window", "NSA"]
+    assert [*losses] == ["window", "DSA"]
     for history in losses.values():
         assert history["tokens"] == [64, 128, 192, 256, 320]
         assert history["bits"][-1] < history["bits"][0]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["pattern"] for row in rows] == ["window", "NSA"]
+    assert [row["pattern"] for row in rows] == ["window", "DSA"]
     for row in rows:
         assert row["largest_difference"] < 1e-3
         assert 0 < row["held_out_bits_cached"] < 9
@@ -108,7 +108,7 @@ def curve(implementation, dtype):
     graph, params = sparse.init(config, 0)
     texts = jnp.asarray(np.random.default_rng(3).choice(64, (4, 257)), jnp.int32)
     attend = functools.partial(jattn.attention, causal=True, implementation=implementation)
-    pattern = dataclasses.replace(PATTERNS["dense"], train=lambda q, k, v, gates: attend(q, k, v))
+    pattern = dataclasses.replace(PATTERNS["dense"], train=lambda q, k, v, selection: attend(q, k, v))
     optimizer = optax.adam(3e-3)
 
     def loss_of(params):

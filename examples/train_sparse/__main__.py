@@ -1,4 +1,4 @@
-"""Train the tiny model with dense, sliding-window, MoBA-like and NSA-like attention, and decode with each.
+"""Train the tiny model with dense, sliding-window, MoBA-, NSA- and DSA-like attention, and decode with each.
 
 python -m examples.train_sparse --out DIR
 
@@ -23,7 +23,7 @@ import optax  # type: ignore[import-untyped]
 
 from examples.python_sources import line_starts, read_sources
 from examples.train_sparse import plots
-from examples.train_sparse.model import Params, bits, cached_bits, generate, init, run_layers
+from examples.train_sparse.model import Params, bits, cached_bits, generate, init, run_layers, training_loss
 from examples.train_sparse.patterns import PATTERNS, Pattern
 from examples.train_tiny import HF_CONFIG, LEARNING_RATE, learning_rate, make_optimizer
 from jattn.models import DecoderConfig
@@ -40,13 +40,13 @@ def train(
     optimizer = make_optimizer()
     state = params, optimizer.init(params)
 
-    def loss_fn(params: Params, batch: jax.Array) -> jax.Array:
-        return bits(graph, in_16_bits(params), batch, pattern).mean()
+    def loss_fn(params: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return training_loss(graph, in_16_bits(params), batch, pattern)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: Any, batch: jax.Array, rate: jax.Array) -> tuple[Any, jax.Array]:
         params, moments = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        (_, loss), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
         updates, moments = optimizer.update(grads, moments, params)
         updates = jax.tree.map(lambda update: -rate * update, updates)
         return (optax.apply_updates(params, updates), moments), loss
@@ -83,8 +83,8 @@ def in_16_bits(params: Params) -> Params:
 def middle_layer_mask(graph: Any, params: Params, tokens: jax.Array, pattern: Pattern) -> jax.Array:
     """Return the mask of the middle layer's first head, [queries, keys]."""
     _, _, layers = run_layers(graph, in_16_bits(params), tokens, pattern)
-    q, k = layers[len(layers) // 2]
-    return plots.first_head_mask(pattern.mask(q, k), q.shape[1], q.shape[2], k.shape[2])
+    q, k, selection = layers[len(layers) // 2]
+    return plots.first_head_mask(pattern.mask(q, k, selection), q.shape[1], q.shape[2], k.shape[2])
 
 
 def held_out_bits(graph: Any, params: Params, texts: jax.Array, pattern: Pattern) -> dict[str, np.ndarray]:

@@ -9,55 +9,48 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 import jattn
-from examples.train_sparse.patterns import BLOCK, Pattern
+from examples.train_sparse.patterns import BLOCK, INDEX_DIM, INDEX_HEADS, LayerState, Pattern, Selection
 from jattn.models import Decoder, DecoderConfig
+from jattn.sparsity import write_index_keys
 
 
 class Params(NamedTuple):
-    """Trainable parameters: a decoder, and the gates of NSA's three attention branches in each layer."""
+    """Trainable parameters: a decoder, and in each layer the gates of NSA's branches and DSA's indexer."""
 
     model: Any
     gates: Float[Array, "layers hidden gates"]
-
-
-class LayerState(NamedTuple):
-    """State of a layer between decode steps.
-
-    Attributes:
-        cache: Paged cache of the layer.
-        selector: Query of the first token of each request's current block, which selects the key blocks.
-    """
-
-    cache: jattn.PagedCache
-    selector: Float[Array, "reqs q_heads head_dim"]
+    indexer: Float[Array, "layers hidden index_features"]
 
 
 def init(config: DecoderConfig, seed: int) -> tuple[Any, Params]:
     """Return the decoder's graph definition and f32 parameters; the initial gates are 0.5."""
     graph, model = nnx.split(Decoder(config, rngs=nnx.Rngs(seed), dtype=jnp.float32))
-    shape = config.num_hidden_layers, config.hidden_size, 3 * config.num_attention_heads
-    return graph, Params(model, jnp.zeros(shape))
+    shape = config.num_hidden_layers, config.hidden_size
+    indexer = jax.random.normal(jax.random.key(seed), (*shape, (INDEX_HEADS + 1) * INDEX_DIM + INDEX_HEADS))
+    gates = jnp.zeros((*shape, 3 * config.num_attention_heads))
+    return graph, Params(model, gates, indexer * config.hidden_size**-0.5)
 
 
 def run_layers(
     graph: Any, params: Params, tokens: Int[Array, "batch tokens"], pattern: Pattern
-) -> tuple[Decoder, Float[Array, "n hidden"], list[tuple[Array, Array]]]:
-    """Return the model, its last hidden states, and each layer's queries and keys."""
+) -> tuple[Decoder, Float[Array, "n hidden"], list[tuple[Array, Array, Selection]]]:
+    """Return the model, its last hidden states, and each layer's queries, keys and selection."""
     model: Decoder = nnx.merge(graph, params.model)
-    x, queries_and_keys = embed(model, tokens.reshape(-1)), []
+    x, layers = embed(model, tokens.reshape(-1)), []
     positions = jnp.tile(jnp.arange(tokens.shape[1], dtype=jnp.int32), len(tokens))
 
     def split_batch(a: Array) -> Array:
         return a.reshape(*tokens.shape, *a.shape[1:])
 
-    for layer, gates in zip(model.layers, params.gates, strict=True):
+    for layer, *weights in zip(model.layers, params.gates, params.indexer, strict=True):
         y = layer.input_layernorm(x)
         q, k, v = map(split_batch, project_qkv(layer.self_attn, y, positions))
-        queries_and_keys.append((q, k))
-        out = pattern.train(q, k, v, split_batch(compute_gates(y, gates)))
+        selection = Selection(*map(split_batch, compute_selection(y, *weights)))
+        layers.append((q, k, selection))
+        out = pattern.train(q, k, v, selection)
         x = x + layer.self_attn.o_proj(out.reshape(len(x), -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-    return model, model.norm(x), queries_and_keys
+    return model, model.norm(x), layers
 
 
 def embed(model: Decoder, tokens: Int[Array, " n"]) -> Float[Array, "n hidden"]:
@@ -69,11 +62,27 @@ def embed(model: Decoder, tokens: Int[Array, " n"]) -> Float[Array, "n hidden"]:
     return jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table
 
 
+def training_loss(
+    graph: Any, params: Params, windows: Int[Array, "batch tokens+1"], pattern: Pattern
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the loss, and the part of it that is the mean cross-entropy in bits."""
+    model, hidden, layers = run_layers(graph, params, windows[:, :-1], pattern)
+    mean_bits = cross_entropy(model, hidden, windows).mean()
+    return mean_bits + sum(pattern.loss(*layer) for layer in layers), mean_bits
+
+
 def bits(
     graph: Any, params: Params, windows: Int[Array, "batch tokens+1"], pattern: Pattern
 ) -> Float[Array, "batch tokens"]:
     """Return the cross-entropy in bits of every token but the first."""
     model, hidden, _ = run_layers(graph, params, windows[:, :-1], pattern)
+    return cross_entropy(model, hidden, windows)
+
+
+def cross_entropy(
+    model: Decoder, hidden: Float[Array, "n hidden"], windows: Int[Array, "batch tokens+1"]
+) -> Float[Array, "batch tokens"]:
+    """Return the cross-entropy in bits of every token but the first, from the last hidden states."""
     scores = jax.nn.log_softmax(model.logits(hidden))
     targets = windows[:, 1:].reshape(-1, 1)
     return -jnp.take_along_axis(scores, targets, axis=1).reshape(len(windows), -1) / jnp.log(2)
@@ -112,15 +121,19 @@ def step(
     model: Decoder = nnx.merge(graph, params.model)
     x, new_states = embed(model, tokens), []
     is_block_start = (metadata.positions % BLOCK == 0)[:, None, None]
-    for layer, gates, (cache, selector) in zip(model.layers, params.gates, states, strict=True):
+    for layer, state, *weights in zip(model.layers, states, params.gates, params.indexer, strict=True):
         y = layer.input_layernorm(x)
         q, k, v = project_qkv(layer.self_attn, y, metadata.positions)
-        cache = jattn.write_kv(cache, k, v, metadata.slot_mapping)
-        selector = jnp.where(is_block_start, q, selector)
-        out = pattern.decode(q, selector, cache, metadata, layer.self_attn.spec, compute_gates(y, gates))
+        selection = compute_selection(y, *weights)
+        new_state = LayerState(
+            cache=jattn.write_kv(state.cache, k, v, metadata.slot_mapping),
+            selector=jnp.where(is_block_start, q, state.selector),
+            index_keys=write_index_keys(state.index_keys, selection.index_k, metadata.slot_mapping),
+        )
+        out = pattern.decode(q, new_state, metadata, layer.self_attn.spec, selection)
         x = x + layer.self_attn.o_proj(out.reshape(len(x), -1))
         x = x + layer.mlp(layer.post_attention_layernorm(x))
-        new_states.append(LayerState(cache, selector))
+        new_states.append(new_state)
     return model.logits(model.norm(x)), tuple(new_states)
 
 
@@ -128,7 +141,8 @@ def create_layer_states(model: Decoder, num_reqs: int, num_blocks: int) -> tuple
     """Return the states of all layers before the first token."""
     caches, spec = model.create_caches(num_blocks, block_size=BLOCK), model.layers[0].self_attn.spec
     selector = jnp.zeros((num_reqs, spec.num_q_heads, spec.head_dim), caches[0].k.dtype)
-    return tuple(LayerState(cache, selector) for cache in caches)
+    index_keys = jnp.zeros((num_blocks, BLOCK, INDEX_DIM), caches[0].k.dtype)
+    return tuple(LayerState(cache, selector, index_keys) for cache in caches)
 
 
 def project_qkv(layer: jattn.PagedAttention, x: Array, positions: Array) -> tuple[Array, Array, Array]:
@@ -140,10 +154,20 @@ def project_qkv(layer: jattn.PagedAttention, x: Array, positions: Array) -> tupl
     return layer.rope(query, positions), layer.rope(key, positions), value
 
 
-def compute_gates(x: Float[Array, "..."], gates: Float[Array, "hidden gates"]) -> Float[Array, "..."]:
-    """Return the gates [..., q_heads, 3] of the NSA branches for a layer's input."""
+def compute_selection(
+    x: Float[Array, "n hidden"], gates: Float[Array, "hidden gates"], indexer: Float[Array, "hidden features"]
+) -> Selection:
+    """Return the gates of NSA's branches, and the arrays of DSA's indexer, for a layer's input.
+
+    The indexer's loss trains only the indexer: its input is a constant, as in DeepSeek-V3.2.
+    """
     values = jax.nn.sigmoid(x @ gates.astype(x.dtype))
-    return values.reshape(*values.shape[:-1], -1, 3)
+    features = jax.lax.stop_gradient(x) @ indexer.astype(x.dtype)
+    index_q, index_k, index_weights = jnp.split(
+        features, [INDEX_HEADS * INDEX_DIM, (INDEX_HEADS + 1) * INDEX_DIM], axis=-1
+    )
+    index_q = index_q.reshape(len(x), INDEX_HEADS, INDEX_DIM)
+    return Selection(values.reshape(len(x), -1, 3), index_q, index_k, index_weights)
 
 
 def generate(
