@@ -49,6 +49,15 @@ class Architecture:
     has_wgmma: bool = False
     has_fp8_conversion: bool = True
 
+    def bytes_in_flight(self, measured: int) -> int:
+        """Return the bytes that an SM should have in flight from global memory, estimated.
+
+        Args:
+            measured: Best number of bytes on an H200; others need them in proportion to an SM's bandwidth.
+        """
+        hopper = ARCHITECTURES["9.0"]
+        return int(measured * (self.bandwidth / self.num_sms) / (hopper.bandwidth / hopper.num_sms))
+
 
 SMALL_SMEM, LARGE_SMEM = 99 * 1024, 227 * 1024
 AMPERE = {"has_tma": False, "has_fp8_conversion": False}
@@ -141,7 +150,9 @@ KERNELS = {
         head_dims=tuple(dim for dim in HEAD_DIMS if dim % 16 == 0),
         layouts=LAYOUTS,
     ),
-    "block_scores": KernelSupport(head_dims=(64, 128, 256), maxima={"query heads": 256}),
+    "block_scores": KernelSupport(
+        compute_capabilities=SINCE_AMPERE, head_dims=(64, 128, 256), maxima={"query heads": 256}
+    ),
     "add_norm": KernelSupport(compute_capabilities=SINCE_AMPERE, maxima={"elements per row": 16384}),
     "grouped_matmul": KernelSupport(),
     "all_reduce": KernelSupport(),

@@ -216,5 +216,9 @@ def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> 
         return f"the kernels select among at most {kernels.MAX_LEN} blocks, got {max_blocks}"
     _, kv_heads, head_dim = bounds.min_key.shape
     return kernels.why_not_block_scores(
-        dtype=bounds.min_key.dtype, q_heads=num_q_heads, kv_heads=kv_heads, head_dim=head_dim
+        dtype=bounds.min_key.dtype,
+        q_heads=num_q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        gpu=support.kernel_architecture(bounds),
     )

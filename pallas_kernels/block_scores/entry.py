@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.block_scores.kernel import MAX_SMEM, TILE_ROWS, BlockScoresDims, score_tiles
+from pallas_kernels.block_scores.kernel import TILE_ROWS, BlockScoresDims, score_tiles
 from pallas_kernels.checks import (
     forbid_kernel_derivative,
     require,
@@ -14,12 +14,15 @@ from pallas_kernels.checks import (
     unsupported,
 )
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import KERNELS, first_reason, must_be_one_of
+from pallas_kernels.support import ARCHITECTURES, KERNELS, first_reason, kernel_architecture, must_be_one_of
 
+MAX_MMA_Q_HEADS = 192  # query heads without wgmma: with 256, the kernel spills registers
 KV_HEADS = (8, 16, 32, TILE_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows
 
 
-def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
+def why_not_block_scores(
+    *, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int, gpu: str = "9.0"
+) -> str | None:
     """Return why block_scores does not support some heads, or None if it does.
 
     Args:
@@ -27,9 +30,10 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
         q_heads: Number of query heads.
         kv_heads: Number of KV heads.
         head_dim: Number of elements per head.
+        gpu: Compute capability that the kernel is built for.
     """
     kernel = KERNELS["block_scores"]
-    max_q_heads = kernel.maxima["query heads"]
+    has_wgmma, max_q_heads = ARCHITECTURES[gpu].has_wgmma, kernel.maxima["query heads"]
     heads = f"kv_heads={kv_heads} with q_heads={q_heads}"
     reason = first_reason(
         [
@@ -39,6 +43,11 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
                 q_heads <= max_q_heads,
                 f"q_heads={q_heads} is not supported for block scores; the maximum is {max_q_heads}",
             ),
+            (
+                has_wgmma or q_heads <= MAX_MMA_Q_HEADS,
+                f"q_heads={q_heads} is not supported for block scores on compute capability {gpu}; "
+                f"the maximum is {MAX_MMA_Q_HEADS}",
+            ),
             must_be_one_of("head_dim", head_dim, kernel.head_dims, " for block scores"),
         ]
     )
@@ -47,11 +56,12 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
     if q_heads % kv_heads:
         return f"{heads} is not supported for block scores; q_heads must be a multiple of kv_heads"
     smem_bytes = BlockScoresDims(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=1, block_size=1
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=1, block_size=1, gpu=gpu
     ).smem_bytes
-    if smem_bytes > MAX_SMEM:
+    max_smem = ARCHITECTURES[gpu].smem_bytes
+    if smem_bytes > max_smem:
         clause = f"{heads} and head_dim={head_dim} is not supported for block scores"
-        sizes = f"{smem_bytes >> 10} KB of shared memory, and the GPU has {MAX_SMEM >> 10} KB"
+        sizes = f"{smem_bytes >> 10} KB of shared memory, and the GPU has {max_smem >> 10} KB"
         return f"{clause}: it needs {sizes}"
     return None
 
@@ -97,14 +107,22 @@ def block_scores(
     )
     require_positive(kv_heads=kv_heads, block_size=block_size)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
-    reason = why_not_block_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    gpu = kernel_architecture(low)
+    reason = why_not_block_scores(
+        dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, gpu=gpu
+    )
     if reason is not None:
         raise unsupported("block_scores", reason, "Use jattn.sparsity.block_scores")
     max_blocks = block_table.shape[1]
     if not (reqs and max_blocks and num_blocks):
         return jnp.zeros((reqs, kv_heads, max_blocks), jnp.float32)
     dims = BlockScoresDims(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=max_blocks, block_size=block_size
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_blocks=max_blocks,
+        block_size=block_size,
+        gpu=gpu,
     )
     arrays = query.astype(low.dtype), low, high
     query, low, high = forbid_kernel_derivative(arrays, "block_scores", "Use jattn.sparsity.block_scores")

@@ -15,11 +15,14 @@ because loads bound the speed, and the bounds of a block stay contiguous. A thre
       TMA: low, high of each block ---> bounds[s] ---------->  S = low q[0]^T + high q[1]^T
                                                                arrive free[s]
                                                                maximum per group --> global memory
+
+Without TMA there is no loader: each warp of the consumer fills its 16 rows of a stage again by cp.async as
+soon as it has read them. Without wgmma, the consumer multiplies by mma.sync. The consumer is the same.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +31,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.cp_async import (
+    commit_copies,
+    copy_queries,
+    copy_tile,
+    release_to_warp,
+    wait_for_warp,
+    wait_for_warpgroup,
+)
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
-from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.paged_kv import BlockTableRef
+from pallas_kernels.ptx.tile_mma import multiply_tiles
+from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
+from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
+from pallas_kernels.support import ARCHITECTURES, Architecture
 
 W = plgpu.Layout.WGMMA
 CONSUMER, PRODUCER = range(2)  # warpgroups
 TILE_ROWS = 64  # rows of a tile: the M of the tensor core
-# Bytes of shared memory for bounds in flight, and thread blocks of the grid. One thread block per SM with 160
-# KB takes 1 % longer.
+# Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
+# thread block per SM with 160 KB takes 1 % longer. Those of other architectures are estimated.
 BYTES_IN_FLIGHT = 64 * 1024
-CTAS = 264
-# Bytes of shared memory per thread block, and bytes for everything except queries and bounds: barriers, sums.
-MAX_SMEM, SMEM_RESERVE = 232448, 3072
+CTAS_PER_SM = 2
+SMEM_RESERVE = 3072  # bytes for everything except queries and bounds: barriers, sums
 f32 = jnp.float32
 
 
@@ -56,6 +68,7 @@ class BlockScoresDims:
         head_dim: Number of elements per head, a multiple of 64.
         max_blocks: Number of columns of the block table.
         block_size: Number of keys per block.
+        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
     """
 
     q_heads: int
@@ -63,6 +76,12 @@ class BlockScoresDims:
     head_dim: int
     max_blocks: int
     block_size: int
+    gpu: str = "9.0"
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture that the kernel is built for."""
+        return ARCHITECTURES[self.gpu]
 
     @property
     def blocks(self) -> int:
@@ -71,8 +90,19 @@ class BlockScoresDims:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages, each with the bounds of one tile."""
-        return max(BYTES_IN_FLIGHT // (2 * TILE_ROWS * self.head_dim * 2), 2)
+        """Number of pipeline stages, each with the bounds of one tile: two or more, or one if no more fit."""
+        stage_bytes = 2 * TILE_ROWS * self.head_dim * 2
+        if self.architecture.has_wgmma:
+            return max(BYTES_IN_FLIGHT // stage_bytes, 2)
+        available = self.architecture.smem_bytes - SMEM_RESERVE - 2 * self.q_heads * self.head_dim * 2
+        in_flight = max(self.architecture.bytes_in_flight(BYTES_IN_FLIGHT), 2 * stage_bytes)
+        return max(min(in_flight, available) // stage_bytes, 1)
+
+    @property
+    def tiling(self) -> CacheTiling:
+        """The bounds as a cache: each block holds the bounds of kv_heads heads in place of tokens."""
+        head = HeadChunks(1, self.head_dim, self.head_dim, self.head_dim, is_padded=False)
+        return CacheTiling(block_size=self.kv_heads, tile_kv=TILE_ROWS, is_hnd=False, head=head)
 
     @property
     def smem_bytes(self) -> int:
@@ -91,8 +121,9 @@ class BlockScoresInputs(NamedTuple):
 
     Attributes:
         query: One query token per request, [reqs, q_heads, head_dim].
-        low: Minimum of each element over a block's keys, [blocks, kv_heads, head_dim].
-        high: Maximum of each element over a block's keys, [blocks, kv_heads, head_dim].
+        low: Minimum of each element over a block's keys, [blocks, kv_heads, head_dim]; without TMA as
+            `BlockScoresDims.tiling` shapes it.
+        high: Maximum of each element over a block's keys, of the shape of `low`.
         block_table: Block ids of each request, int32 [reqs, max_blocks].
         seq_lens: Number of keys of each request, int32 [reqs].
         bias: f32 [64, q_heads]: 0 for the query heads of a row's KV head, -inf for all other query heads.
@@ -157,7 +188,15 @@ def score_tiles(
         interpret: Parameters of interpret mode, or None for a GPU.
     """
     reqs, dtype, stages = query.shape[0], query.dtype, dims.stages
-    ctas = max(min(CTAS // reqs, dims.max_tiles), 1)
+    num_ctas, uses_tma = CTAS_PER_SM * dims.architecture.num_sms, dims.architecture.has_tma
+    ctas = max(min(num_ctas // reqs, dims.max_tiles), 1)
+    barriers = BlockScoresBarriers(
+        q_full=plgpu.Barrier(),
+        full=plgpu.Barrier(num_arrivals=2 * dims.blocks, num_barriers=stages),
+        free=plgpu.Barrier(num_barriers=stages),
+    )
+    if not uses_tma:
+        low, high = (dims.tiling.tile_cache(bounds[:, :, None]) for bounds in (low, high))
     kernel = plgpu.kernel(
         functools.partial(score_body, dims=dims, ctas=ctas, is_interpreted=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((reqs, dims.kv_heads, dims.max_tiles * dims.blocks), f32),
@@ -166,15 +205,11 @@ def score_tiles(
                 q=swizzled_smem((2, dims.q_heads, dims.head_dim), dtype),
                 bounds=swizzled_smem((stages, 2, TILE_ROWS, dims.head_dim), dtype),
             ),
-            BlockScoresBarriers(
-                q_full=plgpu.Barrier(),
-                full=plgpu.Barrier(num_arrivals=2 * dims.blocks, num_barriers=stages),
-                free=plgpu.Barrier(num_barriers=stages),
-            ),
+            barriers if uses_tma else None,
         ),
         grid=(reqs, ctas),
         grid_names=("req", "cta"),
-        num_threads=2,
+        num_threads=2 if uses_tma else 1,
         thread_name="warpgroup",
         kernel_name="block_scores",
         interpret=interpret,
@@ -192,83 +227,235 @@ def head_bias(dims: BlockScoresDims) -> np.ndarray:
     return np.where(is_own_head, 0.0, -np.inf).astype(np.float32)
 
 
+@runtime_checkable
+class Pipeline(Protocol):
+    """The loads of a thread block as the consumer sees them.
+
+    The consumer calls `start`, `wait_queries` and `publish_queries`, then `wait_tile` and `release_tile` for
+    each step.
+    """
+
+    def start(self) -> tuple[Scalar, ...]:
+        """Start to load, and return the state that `release_tile` takes and returns."""
+        ...
+
+    def wait_queries(self) -> None:
+        """Wait until the queries are in shared memory."""
+        ...
+
+    def publish_queries(self) -> None:
+        """Wait until all threads have written the parts of the queries, so that all may read them."""
+        ...
+
+    def wait_tile(self, stage: Scalar) -> None:
+        """Wait until the bounds of a stage's tile are in shared memory."""
+        ...
+
+    def release_tile(self, step: Scalar, state: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        """Declare that the bounds of a step's tile have been read, so that the stage may be filled again."""
+        ...
+
+
+class TileSource:
+    """The tiles of one thread block, and where their bounds are in global and in shared memory."""
+
+    def __init__(self, inputs: BlockScoresInputs, smem: BlockScoresSmem, dims: BlockScoresDims, ctas: int):
+        self.inputs, self.smem, self.dims, self.ctas = inputs, smem, dims, ctas
+        self.stages = dims.stages
+        self.req, self.first_tile = lax.axis_index("req"), lax.axis_index("cta")
+        num_keys = inputs.seq_lens[self.req] + (dims.block_size - 1)
+        self.num_blocks = lax.div(num_keys, jnp.int32(dims.block_size))
+        num_tiles = lax.div(self.num_blocks + (dims.blocks - 1), jnp.int32(dims.blocks))
+        self.num_steps = lax.div(jnp.maximum(num_tiles - self.first_tile, 0) + (ctas - 1), jnp.int32(ctas))
+        self.table = BlockTableRef(inputs.block_table, dims.block_size)
+
+    def first_block(self, step: Scalar) -> Scalar:
+        """Return the first block of a step's tile."""
+        return (self.first_tile + step * self.ctas) * self.dims.blocks
+
+    def block_ids(self, step: Scalar) -> tuple[Scalar, ...]:
+        """Return the ids of a tile's blocks."""
+        blocks = self.table.first_blocks(self.req, self.num_blocks)
+        return tuple(blocks.ids(self.first_block(step), self.dims.blocks))
+
+    def stage(self, step: Scalar) -> Scalar:
+        """Return the stage of a step's tile."""
+        return lax.rem(step, jnp.int32(self.stages))
+
+
+class TmaPipeline(Pipeline):
+    """Loads that `load_by_tma` issues in another warpgroup; the consumer only waits at barriers."""
+
+    def __init__(self, barriers: BlockScoresBarriers, source: TileSource):
+        self.barriers, self.source = barriers, source
+
+    def start(self) -> tuple[Scalar, ...]:
+        """Do nothing, because the loader runs ahead."""
+        return ()
+
+    def wait_queries(self) -> None:
+        """Wait until TMA has written the queries."""
+        plgpu.barrier_wait(self.barriers.q_full)
+
+    def publish_queries(self) -> None:
+        """Commit shared memory, also for wgmma."""
+        plgpu.commit_smem()
+
+    def wait_tile(self, stage: Scalar) -> None:
+        """Wait until the bounds of all blocks of the tile have arrived."""
+        plgpu.barrier_wait(self.barriers.full.at[stage])
+
+    def release_tile(self, step: Scalar, state: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        """Arrive at the barrier for which the loader waits."""
+        plgpu.barrier_arrive(self.barriers.free.at[self.source.stage(step)])
+        return state
+
+
+class CpAsyncPipeline(Pipeline):
+    """Loads that the consumer issues by cp.async; each warp loads the rows that it multiplies.
+
+    The groups of copies are, in order: the queries; the first `stages` tiles; then tile i + stages when tile
+    i has been read. After the last tile groups are empty. So at any wait for a tile, exactly `stages - 1`
+    groups are younger than its own. The state is the block ids of the next tile to load.
+    """
+
+    def __init__(self, source: TileSource, *, is_interpreted: bool):
+        self.source, self.is_interpreted = source, is_interpreted
+
+    def start(self) -> tuple[Scalar, ...]:
+        """Load the queries and the first `stages` tiles."""
+        source, stages = self.source, self.source.stages
+        ids = [source.block_ids(jnp.int32(i)) for i in range(stages + 1)]
+        query_g = source.inputs.query.at[source.req]
+        head, is_interpreted = source.dims.tiling.head, self.is_interpreted
+        copy_queries(source.smem.q.at[pl.ds(0, 1)], query_g, head=head, is_interpreted=is_interpreted)
+        commit_copies(is_interpreted=is_interpreted)
+        for i in range(stages):
+            self.load(jnp.int32(i), ids[i])
+        return ids[stages]
+
+    def load(self, step: Scalar, ids: tuple[Scalar, ...]) -> None:
+        """Load a step's tile if there is one, and commit the copies."""
+        source, tiling = self.source, self.source.dims.tiling
+        stage, zero = source.stage(step), step * 0
+
+        @pl.when(step < source.num_steps)
+        def _() -> None:
+            for side, bounds_g in enumerate((source.inputs.low, source.inputs.high)):
+                target, copies = source.smem.bounds.at[stage, pl.ds(side, 1)], [zero] * len(ids)
+                copy_tile(
+                    target, bounds_g, ids, copies, zero, tiling=tiling, is_interpreted=self.is_interpreted
+                )
+
+        commit_copies(is_interpreted=self.is_interpreted)
+
+    def wait_queries(self) -> None:
+        """Wait for the first group of all threads."""
+        wait_for_warpgroup(num_pending=self.source.stages, is_interpreted=self.is_interpreted)
+
+    def publish_queries(self) -> None:
+        """Wait for all threads; their copies are the same as at `wait_queries`."""
+        self.wait_queries()
+
+    def wait_tile(self, stage: Scalar) -> None:
+        """Wait for the copies of the warp's rows."""
+        wait_for_warp(num_pending=self.source.stages - 1, is_interpreted=self.is_interpreted)
+
+    def release_tile(self, step: Scalar, state: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        """Load the tile that uses the stage next, and read the block ids of the one after it."""
+        release_to_warp(is_interpreted=self.is_interpreted)
+        self.load(step + self.source.stages, state)
+        return self.source.block_ids(step + (self.source.stages + 1))
+
+
+def load_by_tma(source: TileSource, barriers: BlockScoresBarriers, *, is_interpreted: bool) -> None:
+    """Load the queries, and the bounds of each tile into the stages; for one warp."""
+    inputs, smem, kv_heads, stages = source.inputs, source.smem, source.dims.kv_heads, source.stages
+    plgpu.copy_gmem_to_smem(inputs.query.at[source.req], smem.q.at[0], barriers.q_full)
+
+    def load(step: Scalar, ids: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        stage = source.stage(step)
+        # Read the next tile's block ids before the wait, so that the latencies overlap.
+        next_ids = source.block_ids(step + 1)
+        # Wait until the consumer has read the tile that used this stage before.
+        pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, barriers.free.at[stage]))
+        for side, bounds in enumerate((inputs.low, inputs.high)):
+            for j, block in enumerate(ids):
+                target = smem.bounds.at[stage, side, pl.ds(j * kv_heads, kv_heads)]
+                plgpu.copy_gmem_to_smem(bounds.at[block], target, barriers.full.at[stage])
+        return next_ids
+
+    lax.fori_loop(0, source.num_steps, load, source.block_ids(jnp.int32(0)))
+    # Interpret mode requires that every completion of a barrier is awaited.
+    if is_interpreted:
+
+        @pl.loop(jnp.maximum(source.num_steps - stages, 0), source.num_steps)
+        def _(i: Scalar) -> None:
+            plgpu.barrier_wait(barriers.free.at[source.stage(i)])
+
+
 def score_body(
     inputs: BlockScoresInputs,
     out: Ref,
     smem: BlockScoresSmem,
-    barriers: BlockScoresBarriers,
+    barriers: BlockScoresBarriers | None,
     *,
     dims: BlockScoresDims,
     ctas: int,
     is_interpreted: bool,
 ) -> None:
     """Score every `ctas`-th tile of one request; `out` is the result of `score_tiles`."""
-    stages = dims.stages
-    req, first_tile = lax.axis_index("req"), lax.axis_index("cta")
-    num_blocks = lax.div(inputs.seq_lens[req] + (dims.block_size - 1), jnp.int32(dims.block_size))
-    num_tiles = lax.div(num_blocks + (dims.blocks - 1), jnp.int32(dims.blocks))
-    num_steps = lax.div(jnp.maximum(num_tiles - first_tile, 0) + (ctas - 1), jnp.int32(ctas))
-    table = BlockTableRef(inputs.block_table, dims.block_size)
+    source = TileSource(inputs, smem, dims, ctas)
 
-    def first_block(step: Scalar) -> Scalar:
-        return (first_tile + step * ctas) * dims.blocks
+    def multiply(stage: Scalar) -> Tile:
+        """Return low q[0]^T + high q[1]^T of a stage."""
+        shape = TILE_ROWS, dims.q_heads
 
-    def block_ids(step: Scalar) -> tuple[Scalar, ...]:
-        return tuple(table.first_blocks(req, num_blocks).ids(first_block(step), dims.blocks))
+        def by_wgmma(acc: Ref) -> Tile:
+            for side in range(2):
+                plgpu.wgmma(acc, smem.bounds.at[stage, side], smem.q.at[side].T)
+            return acc[...]
 
-    def produce() -> None:
-        plgpu.copy_gmem_to_smem(inputs.query.at[req], smem.q.at[0], barriers.q_full)
+        if dims.architecture.has_wgmma:
+            return pl.run_scoped(by_wgmma, plgpu.ACC(shape, f32))
+        s = plgpu.layout_cast(jnp.zeros(shape, f32), W)
+        for side in range(2):
+            operands = smem.bounds.at[stage, side], smem.q.at[side]
+            (s,) = multiply_tiles([s], *operands, is_transposed=True, is_interpreted=is_interpreted)
+        return s
 
-        def load(step: Scalar, ids: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-            stage = lax.rem(step, jnp.int32(stages))
-            # Read the next tile's block ids before the wait, so that the latencies overlap.
-            next_ids = block_ids(step + 1)
-            # Wait until the consumer has read the tile that used this stage before.
-            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, barriers.free.at[stage]))
-            for side, bounds in enumerate((inputs.low, inputs.high)):
-                for j, block in enumerate(ids):
-                    rows = pl.ds(j * dims.kv_heads, dims.kv_heads)
-                    target = smem.bounds.at[stage, side, rows]
-                    plgpu.copy_gmem_to_smem(bounds.at[block], target, barriers.full.at[stage])
-            return next_ids
-
-        lax.fori_loop(0, num_steps, load, block_ids(jnp.int32(0)))
-        # Interpret mode requires that every completion of a barrier is awaited.
-        if is_interpreted:
-
-            @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
-            def _(i: Scalar) -> None:
-                plgpu.barrier_wait(barriers.free.at[lax.rem(i, jnp.int32(stages))])
-
-    def consume() -> None:
+    def consume(pipeline: Pipeline) -> None:
+        state = pipeline.start()
         bias = plgpu.load(inputs.bias, layout=W, optimized=False)
         # Wait for the queries, and split them by sign: a product with a negative element is largest at `low`.
-        plgpu.barrier_wait(barriers.q_full)
+        pipeline.wait_queries()
         split_signs(smem.q, is_interpreted=is_interpreted)
-        plgpu.commit_smem()
+        pipeline.publish_queries()
 
-        @pl.loop(0, num_steps)
-        def _(step: Scalar) -> None:
-            stage = lax.rem(step, jnp.int32(stages))
-            # Wait until the bounds of all blocks of the tile have arrived.
-            plgpu.barrier_wait(barriers.full.at[stage])
-
-            def multiply(acc: Ref) -> Tile:
-                for side in range(2):
-                    plgpu.wgmma(acc, smem.bounds.at[stage, side], smem.q.at[side].T)
-                return acc[...]
-
-            s = pl.run_scoped(multiply, plgpu.ACC((TILE_ROWS, dims.q_heads), f32))
-            # The bounds have been read: the loader may refill the stage.
-            plgpu.barrier_arrive(barriers.free.at[stage])
+        def score(step: Scalar, state: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+            stage = source.stage(step)
+            pipeline.wait_tile(stage)
+            s = multiply(stage)
+            # The bounds have been read: the stage may be filled again.
+            state = pipeline.release_tile(step, state)
             # The maximum over the query heads of each row's KV head is the score of its block.
-            target = out.at[req, :, pl.ds(first_block(step), dims.blocks)]
+            target = out.at[source.req, :, pl.ds(source.first_block(step), dims.blocks)]
             store_heads(target, (s + bias).max(axis=1), is_interpreted=is_interpreted)
+            return state
+
+        lax.fori_loop(0, source.num_steps, score, state)
+
+    if barriers is None:
+        consume(CpAsyncPipeline(source, is_interpreted=is_interpreted))
+        return
 
     @pl.when(lax.axis_index("warpgroup") == PRODUCER)
     def _() -> None:
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            pl.when(warp == 0)(produce)
+            load = functools.partial(load_by_tma, source, barriers, is_interpreted=is_interpreted)
+            pl.when(warp == 0)(load)
 
-    pl.when(lax.axis_index("warpgroup") == CONSUMER)(consume)
+    pl.when(lax.axis_index("warpgroup") == CONSUMER)(
+        functools.partial(consume, TmaPipeline(barriers, source))
+    )

@@ -178,8 +178,7 @@ def _estimate_sizes(
     architecture, tile_kv = ARCHITECTURES[gpu], 64
     max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_WARP_ROWS)
     tile_rows = min(-(-rows // 8) * 8, max_rows)
-    share, measured_share = (x.bandwidth / x.num_sms for x in (architecture, ARCHITECTURES["9.0"]))
-    bytes_in_flight = int(BYTES_IN_FLIGHT * share / measured_share)
+    bytes_in_flight = architecture.bytes_in_flight(BYTES_IN_FLIGHT)
     queries_bytes, outputs_bytes = 2 * width * tile_rows, 4 * WARPS * (width + 2) * tile_rows
     stage_bytes = tile_kv * (width * sum(itemsizes) + 8)  # with scales per token
     options = [(uses_tma, ctas, stages) for stages in (2, 1) for uses_tma in (True, False) for ctas in (2, 1)]

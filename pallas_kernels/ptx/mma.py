@@ -19,7 +19,7 @@ PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 class LdmatrixTile:
-    """A warp's 16 rows of a swizzled tile in shared memory, as TMA writes it, which ldmatrix loads.
+    """16 rows at a time of a swizzled tile in shared memory, as TMA writes it, which ldmatrix loads.
 
     The tile consists of `num_chunks` tiles [rows, width]. One ldmatrix reads four 8 x 8 matrices of 16-bit
     units: rows 0-7 and 8-15 of 16 bytes, then of the next 16 bytes.
@@ -28,7 +28,16 @@ class LdmatrixTile:
         steps: Number of 32-byte steps in a row of a chunk.
     """
 
-    def __init__(self, ref: ir.Value, *, rows: int, row_bytes: int, swizzle: int):
+    def __init__(self, ref: ir.Value, *, rows: int, row_bytes: int, swizzle: int, by_warp: bool = True):
+        """Create the tile.
+
+        Args:
+            ref: Tile in shared memory, [chunks, rows, width].
+            rows: Number of rows of the tile.
+            row_bytes: Bytes of a row of a chunk.
+            swizzle: Bytes of a row of a swizzle atom.
+            by_warp: Whether each warp loads its own rows, from 16 times its index on.
+        """
         require_tiles(ir.MemRefType(ref.type), rows=rows, row_bytes=row_bytes, swizzle=swizzle)
         self.steps = row_bytes // 32
         self.swizzle, self.columns = swizzle, row_bytes // swizzle
@@ -36,20 +45,25 @@ class LdmatrixTile:
         lane, warp = lanes.lane_and_warp()
         # Lanes 0-7, 8-15, 16-23 and 24-31 give the row addresses of the four matrices.
         row = arith.andi(lane, lanes.const(7))
-        row_tile = lanes.add(
-            lanes.times(warp, 2), arith.andi(arith.shrui(lane, lanes.const(3)), lanes.const(1))
-        )
+        first_tile = lanes.times(warp, 2) if by_warp else lanes.const(0)
+        row_tile = lanes.add(first_tile, arith.andi(arith.shrui(lane, lanes.const(3)), lanes.const(1)))
         # The swizzle XORs the 16-byte unit with the row (128 bytes) or with half of it (64 bytes).
         phase = row if swizzle == 128 else arith.shrui(row, lanes.const(1))
         unit = arith.xori(arith.shrui(lane, lanes.const(4)), phase)
         tile = lanes.times(row_tile, self.columns * 8 * swizzle)
         self.first = lanes.add(lanes.address(ref), tile, lanes.times(row, swizzle), lanes.times(unit, 16))
 
-    def load(self, chunk: int, step: int, *, transpose: bool = False) -> Sequence[ir.Value]:
-        """Return four registers: rows 0-7 and 8-15 of the step's first 16 bytes, then of its second 16."""
+    def load(
+        self, chunk: int, step: int, *, first_row: int = 0, transpose: bool = False
+    ) -> Sequence[ir.Value]:
+        """Return four registers: rows 0-7 and 8-15 of the step's first 16 bytes, then of its second 16.
+
+        The rows are counted from `first_row` on, a multiple of 8.
+        """
         start = step * 32
         at = arith.xori(self.first, lanes.const(start % self.swizzle))
-        offset = chunk * self.chunk_bytes + start // self.swizzle * 8 * self.swizzle
+        tile = first_row // 8 * self.columns + start // self.swizzle
+        offset = chunk * self.chunk_bytes + tile * 8 * self.swizzle
         modifier = ".trans" if transpose else ""
         code = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         return lanes.ptx_results(code, at, num_results=4, touches_memory=True)

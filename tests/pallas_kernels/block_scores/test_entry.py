@@ -21,6 +21,7 @@ from pallas_kernels.block_scores import (
     top_p_threshold,
     why_not_block_scores,
 )
+from pallas_kernels.support import ARCHITECTURES, target
 from tests import aot
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -54,11 +55,15 @@ def expected_scores(query, bounds, table, row, num):
 
 
 @pytest.mark.parametrize("interpret", WAYS)
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16)])
-def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, dtype, interpret):
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "gpu"),
+    [(64, jnp.bfloat16, None), (128, jnp.float16, None), (64, jnp.bfloat16, "8.0")],
+)
+def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, dtype, gpu, interpret):
     query, bounds, table, num_blocks = problem(head_dim, dtype)
     arguments = query, bounds.min_key, bounds.max_key, table, num_blocks * 16 - 3
-    scores = block_scores(*arguments, block_size=16, interpret=interpret)
+    with target(gpu):
+        scores = block_scores(*arguments, block_size=16, interpret=interpret)
     for row, num in enumerate(NUM_BLOCKS):
         expected = expected_scores(query, bounds, table, row, num)
         np.testing.assert_allclose(scores[row, :, :num], expected.T, rtol=1e-5)
@@ -223,10 +228,32 @@ def test_supported_heads_lower_and_others_are_refused(head_dim):
     assert ((64, 8) in lowered) == (head_dim in (64, 128, 256))
 
 
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "head_dim"), [(96, 8, 256), (40, 8, 64), (64, 32, 128), (64, 64, 64)]
-)
+OTHER_HEADS = [(96, 8, 256), (40, 8, 64), (64, 32, 128), (64, 64, 64)]
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), OTHER_HEADS)
 def test_block_scores_are_exact_for_other_heads(q_heads, kv_heads, head_dim):
+    check_exact_scores(q_heads, kv_heads, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "heads"),
+    [
+        ("12.0", (40, 8, 64)),
+        *(
+            pytest.param(gpu, heads, marks=pytest.mark.slow)
+            for gpu in ("8.0", "10.0")
+            for heads in OTHER_HEADS
+        ),
+        pytest.param("8.6", (16, 8, 256), marks=pytest.mark.slow),  # one stage
+    ],
+)
+def test_block_scores_are_exact_on_other_architectures(gpu, heads):
+    with target(gpu):
+        check_exact_scores(*heads)
+
+
+def check_exact_scores(q_heads, kv_heads, head_dim):
     draw = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
     low, query = draw(5, kv_heads, head_dim), draw(1, q_heads, head_dim)
     bounds = KeyBounds(min_key=low, max_key=low + jnp.abs(draw(5, kv_heads, head_dim)))
@@ -271,12 +298,21 @@ def test_empty_inputs_lower_for_a_gpu():
         ),
         ({"kv_heads": 4}, "kv_heads=4 is not supported for block scores; supported: 8, 16, 32, 64"),
         ({"q_heads": 512}, "q_heads=512 is not supported for block scores; the maximum is 256"),
+        (
+            {"q_heads": 256, "gpu": "8.0"},
+            "q_heads=256 is not supported for block scores on compute capability 8.0; the maximum is 192",
+        ),
+        (
+            {"q_heads": 64, "head_dim": 256, "gpu": "8.6"},
+            "q_heads=64 and head_dim=256 .* needs 131 KB .* has 99 KB",
+        ),
         ({"head_dim": 80}, "head_dim=80 is not supported for block scores; supported: 64, 128, 256"),
     ],
 )
 def test_why_not_block_scores_names_what_is_not_supported(changes, message):
     served = {"dtype": jnp.bfloat16, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
     assert why_not_block_scores(**served) is None
+    assert {why_not_block_scores(**served, gpu=gpu) for gpu in ARCHITECTURES} == {None}
     assert re.search(message, why_not_block_scores(**served | changes) or "")
 
 
@@ -326,10 +362,18 @@ def aot_cases():
     }
 
 
-@pytest.mark.slow
-def test_shipped_kernels_compile_without_spills():
+def check_spills(names, gpu):
     aot.require_plugin()
-    for name, kernels in aot.compile_all(
-        "tests.pallas_kernels.block_scores.test_entry", list(aot_cases())
-    ).items():
+    reports = aot.compile_all("tests.pallas_kernels.block_scores.test_entry", names, gpu)
+    for name, kernels in reports.items():
         assert [kernel.spilled_bytes for kernel in kernels] == [0], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ARCHITECTURES)
+def test_shipped_kernels_compile_without_spills(gpu):
+    check_spills(list(aot_cases()), gpu)
+
+
+def test_a_sample_compiles_without_spills_for_another_architecture():
+    check_spills(["scores-32-64", "best-301"], "8.0")

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, warp_votes
+from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, tile_mma, warp_votes
 from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
@@ -255,6 +255,36 @@ def tiles_out(dtype: Any) -> Case:
     return Case((tiles, last_rows), run, fallback, (stores.store_tiles,))
 
 
+def products(num_accs: int, n: int, k: int, dtype: Any, *, is_transposed: bool) -> Case:
+    a, start = jnp.asarray(drawn(64 * num_accs, k), dtype), jnp.asarray(drawn(64 * num_accs, n, seed=2))
+    b = jnp.asarray(drawn(*((n, k) if is_transposed else (k, n)), seed=1), dtype)
+    options = {"is_transposed": is_transposed}
+    parts = [slice(64 * i, 64 * (i + 1)) for i in range(num_accs)]
+
+    def body(a_g, b_g, start_g, out_g, a_s, b_s, after_s, loaded):
+        plgpu.copy_gmem_to_smem(a_g, a_s, loaded)
+        plgpu.copy_gmem_to_smem(b_g, b_s, loaded)
+        plgpu.barrier_wait(loaded)
+        accs = tile_mma.multiply_tiles.on_gpu([load(start_g.at[part]) for part in parts], a_s, b_s, **options)
+        for part, acc in zip(parts, accs, strict=True):
+            store_unoptimized(out_g.at[part], acc)
+
+    def fallback(a, b, start):
+        refs = jax.new_ref(a), jax.new_ref(b)
+        accs = tile_mma.multiply_tiles.fallback([start[part] for part in parts], *refs, **options)
+        return (jnp.concatenate(accs),)
+
+    rest = swizzled_smem((8, k), dtype)  # an odd number of 8 columns is read with 8 more
+    scratch = (
+        swizzled_smem(a.shape, dtype),
+        swizzled_smem(b.shape, dtype),
+        rest,
+        plgpu.Barrier(num_arrivals=2),
+    )
+    run = kernel(body, (start.shape, f32), scratch=scratch)
+    return Case((a, b, start), run, fallback, (tile_mma.multiply_tiles,), 1e-4)
+
+
 def split(rows: int, columns: int, dtype: Any) -> Case:
     x = jnp.asarray(drawn(rows, columns), dtype)
 
@@ -366,6 +396,8 @@ def all_cases() -> dict[str, Case]:
         "copies-32-120": copies(32, 120, f16, is_hnd=False),
         "copies-64-192": copies(64, 192, jnp.int8, is_hnd=False),
         "copies-256-256": copies(256, 256, bf16, is_hnd=True),
+        "products": products(2, 128, 64, bf16, is_transposed=False),
+        "products-transposed": products(1, 40, 128, f16, is_transposed=True),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
     }

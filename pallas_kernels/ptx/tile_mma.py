@@ -1,0 +1,88 @@
+"""Products of tiles in shared memory by mma.sync, which every GPU since Ampere has; for GPUs without wgmma.
+
+Each warp multiplies the 16 of 64 rows that it holds in the layout of a wgmma accumulator, and reads all
+columns of the right operand. No warp waits for another.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+
+from pallas_kernels.ptx import fragments
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.layouts import TILE
+from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16
+from pallas_kernels.shared.memory import swizzle_transforms
+from pallas_kernels.shared.types import Ref, Tile
+
+ROWS = 64  # rows of an accumulator
+STEP = 16  # elements that one mma.sync sums over
+SWIZZLE = 128
+f32 = jnp.float32
+
+
+def _multiply_tiles(accs: Sequence[Tile], a_s: Ref, b_s: Ref, *, is_transposed: bool) -> tuple[Tile, ...]:
+    a, b = a_s[...].astype(f32), b_s[...].astype(f32)
+    product = jnp.matmul(a, b.T if is_transposed else b, precision="highest")
+    return tuple(acc + product[ROWS * i : ROWS * (i + 1)] for i, acc in enumerate(accs))
+
+
+@with_fallback(_multiply_tiles, reads_smem=True)
+def multiply_tiles(accs: Sequence[Tile], a_s: Ref, b_s: Ref, *, is_transposed: bool) -> tuple[Tile, ...]:
+    """Return accs + A B, or accs + A B^T.
+
+    Args:
+        accs: f32 [64, n] of each 64 rows of A.
+        a_s: A in 16 bits in swizzled SMEM, [64 * len(accs), k] with k a multiple of 64.
+        b_s: B in 16 bits in swizzled SMEM, [k, n] with n a multiple of 64, or with `is_transposed` [n, k]
+            with n a multiple of 8. If n is no multiple of 16, 8 rows more are read, which must be inside the
+            shared memory of the kernel; their content does not matter.
+        is_transposed: Static: whether B is [n, k].
+    """
+    shape, dtype = accs[0].shape, jnp.dtype(a_s.dtype)
+    ref_type = plgpu.RefType(swizzle_transforms(2))
+    result = plgpu.ShapeDtypeStruct(shape, f32, TILE)
+    run = plgpu.inline_mgpu(
+        arg_types=([TILE] * len(accs), ref_type, ref_type), return_type=(result,) * len(accs)
+    )
+    body = functools.partial(
+        _multiply_by_lanes, sizes=(*shape, a_s.shape[1]), dtype=dtype, is_transposed=is_transposed
+    )
+    return tuple(run(body)(list(accs), a_s, b_s))
+
+
+def _multiply_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    accs: Sequence[mgpu.FragmentedArray],
+    a_s: ir.Value,
+    b_s: ir.Value,
+    *,
+    sizes: tuple[int, int, int],
+    dtype: np.dtype,
+    is_transposed: bool,
+) -> tuple[mgpu.FragmentedArray, ...]:
+    _, n, k = sizes
+    left = LdmatrixTile(a_s, rows=ROWS * len(accs), row_bytes=2 * k, swizzle=SWIZZLE)
+    b_rows, b_columns = (n, k) if is_transposed else (k, n)
+    right = LdmatrixTile(b_s, rows=b_rows, row_bytes=2 * b_columns, swizzle=SWIZZLE, by_warp=False)
+    sums: list[list[Sequence[ir.Value]]] = [list(fragments.column_fragments(acc)) for acc in accs]
+    for step in range(k // STEP):
+        a_operands = [left.load(0, step, first_row=ROWS * i) for i in range(len(accs))]
+        for first in range(0, n, 16):
+            # Four matrices of 8 x 8 are two B operands of 16 rows and 8 columns, low and high rows.
+            if is_transposed:
+                low, next_low, high, next_high = right.load(0, step, first_row=first)
+            else:
+                low, high, next_low, next_high = right.load(
+                    0, first // 16, first_row=STEP * step, transpose=True
+                )
+            for column, b_operand in enumerate(((low, high), (next_low, next_high)), first // 8):
+                if 8 * column < n:
+                    for acc, a_operand in zip(sums, a_operands, strict=True):
+                        acc[column] = mma_m16n8k16(acc[column], a_operand, b_operand, dtype)
+    return tuple(fragments.tile_from_fragments(columns) for columns in sums)
