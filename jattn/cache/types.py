@@ -349,3 +349,16 @@ def take_blocks(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple
         k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
         return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
     return k, v
+
+
+def take_tokens(
+    cache: PagedCache, blocks: Int[Array, " n"], offsets: Int[Array, " n"]
+) -> tuple[Shaped[Array, "n kv_heads head_dim"], Shaped[Array, "n kv_heads head_dim"]]:
+    """Return the keys and values of single tokens, given by their blocks and their offsets in them."""
+    k, v = jnp.asarray(cache.k), jnp.asarray(cache.v)
+    if cache.layout == "HND":
+        return k[blocks, :, offsets], v[blocks, :, offsets]
+    if cache.layout == "packed":
+        k = k[blocks, :, :, offsets]  # [n, kv_heads, head_dim / x, x]
+        return k.reshape(*k.shape[:2], cache.head_dim), v[blocks, :, :, offsets]
+    return k[blocks, offsets], v[blocks, offsets]

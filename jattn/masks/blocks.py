@@ -222,14 +222,15 @@ class BlockMask(Mask):
 class ListedBlocks(BlockMask):
     """A BlockMask of one query per request that also holds the lists of its blocks.
 
-    `attend` uses the lists as they are, if no other mask applies, instead of computing them.
+    The kernels use the lists as they are, if no other mask applies, instead of computing them. XLA reads only
+    the listed keys if blocks are single keys and all heads share the lists.
 
     Attributes:
         ids: Indices of the True blocks in ascending order; entries beyond `counts` are arbitrary.
         counts: Number of True blocks.
     """
 
-    ids: Int32[Array, "reqs heads kv_blocks"]
+    ids: Int32[Array, "reqs heads max_listed"]
     counts: Int32[Array, "reqs heads"]
     row_axes: ClassVar[dict[str, int]] = BlockMask.row_axes | {"ids": 3, "counts": 2}
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.dense.attention import attention
-from jattn.masks import BlockMask
+from jattn.masks import BlockMask, ListedBlocks
 from jattn.masks.checks import require_array, require_floats, require_ints
 from jattn.sparsity.scores import as_batch
 from pallas_kernels.checks import require, require_shape
@@ -213,7 +213,7 @@ def select_cached_tokens(
     seq_lens: Int[Array, " reqs"],
     *,
     num_selected: int,
-) -> BlockMask:
+) -> ListedBlocks:
     """Select the `num_selected` cached keys of each request that the indexer scores best, for one query each.
 
     Args:
@@ -244,8 +244,17 @@ def select_cached_tokens(
     keys = index_cache[blocks].reshape(reqs, -1, index_cache.shape[-1])
     _check_indexer(index_q[:, None], keys, index_weights[:, None], num_keys=keys.shape[1])
     scores = index_scores(index_q[:, None], keys, index_weights[:, None])[:, 0]
-    selected = _best(scores, jnp.arange(keys.shape[1])[None] < seq_lens[:, None], num_selected)
-    return BlockMask(blocks=selected[:, None, None], block_q=None, block_kv=1)
+    is_key = jnp.arange(keys.shape[1])[None] < seq_lens[:, None]
+    selected = _best(scores, is_key, num_selected)
+    count = min(num_selected, keys.shape[1])
+    ids = jax.vmap(lambda row: jnp.flatnonzero(row, size=count))(selected)
+    return ListedBlocks(
+        blocks=selected[:, None, None],
+        block_q=None,
+        block_kv=1,
+        ids=ids[:, None].astype(jnp.int32),
+        counts=selected.sum(axis=1, keepdims=True, dtype=jnp.int32),
+    )
 
 
 # ------------------------------------------------------------------------------------------ inside

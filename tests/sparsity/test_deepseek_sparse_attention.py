@@ -1,5 +1,7 @@
 """DeepSeek sparse attention against its definition, written as loops over queries in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jattn
 from jattn import sparsity
+from jattn.implementations.xla import attention
 
 TOKENS, SELECTED, HEADS = 40, 6, 3
 BLOCK_SIZE, BLOCKS = 8, 6
@@ -147,27 +150,39 @@ def test_cached_selection_equals_the_selection_of_a_sequence(dtype):
     np.testing.assert_array_equal(mask.blocks[:, 0, 0], whole.blocks[rows, 0, last])
 
 
-def test_decode_over_the_paged_cache_equals_the_last_row_of_a_sequence():
+@pytest.mark.parametrize(
+    ("layout", "quantization", "q_heads"),
+    [("NHD", None, 4), ("HND", None, 4), ("packed", None, 2), ("HND", "int8_per_token_head", 4)],
+)
+def test_decode_reads_only_the_selected_tokens(monkeypatch, layout, quantization, q_heads):
+    """A decode step equals the rows of a sequence, and loads no chunk of consecutive keys."""
     q, k, v, *indexer = arrays(batch=1)
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
+    q, lens, table = q[:, :, :q_heads], (TOKENS, 3), range(1, 6)
+    spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=16)
     sizes = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_dim": 16}
-    cache = jattn.PagedCache.create(jattn.CacheSpec(**sizes, dtype=jnp.float32))
-    prompt = jattn.build_batch_metadata([TOKENS], [TOKENS], [range(1, 6)], block_size=BLOCK_SIZE)
-    cache = jattn.write_kv(cache, k[0], v[0], prompt.slot_mapping)
+    cache_spec = jattn.CacheSpec(**sizes, dtype=jnp.float32, layout=layout, quantization=quantization)
+    prompt = jattn.build_batch_metadata([TOKENS], [TOKENS], [table], block_size=BLOCK_SIZE)
+    cache = jattn.write_kv(jattn.PagedCache.create(cache_spec), k[0], v[0], prompt.slot_mapping)
     index_cache = jnp.zeros((BLOCKS, BLOCK_SIZE, 8))
     index_cache = sparsity.write_index_keys(index_cache, indexer[1][0], prompt.slot_mapping)
-    step = jattn.build_batch_metadata([1], [TOKENS], [range(1, 6)], block_size=BLOCK_SIZE)
+    step = jattn.build_batch_metadata([1, 1], lens, [table, table], block_size=BLOCK_SIZE)
+    last = np.array(lens) - 1
+    query, index_q, weights = (x[0, last] for x in (q, indexer[0], indexer[2]))
 
-    @jax.jit
-    def decode(query, index_q, weights, cache, index_cache, step):
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def decode(query, cache, index_cache, step, implementation):
         mask = sparsity.select_cached_tokens(
             index_q, index_cache, weights, step.block_table, step.seq_lens, num_selected=SELECTED
         )
-        return jattn.attend(query, cache, step, spec, mask=mask)
+        return jattn.attend(query, cache, step, spec, mask=mask, implementation=implementation)
 
-    out = decode(q[0, -1:], indexer[0][0, -1:], indexer[2][0, -1:], cache, index_cache, step)
-    whole = sparsity.dsa(q, k, v, *indexer, num_selected=SELECTED)
-    np.testing.assert_allclose(out[0], whole[0, -1], atol=2e-5)
+    expected = decode(query, cache, index_cache, step, "reference")
+    monkeypatch.setattr(attention, "load_chunk", None)
+    out = decode(query, cache, index_cache, step, "xla")
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    if quantization is None:
+        whole = sparsity.dsa(q, k, v, *indexer, num_selected=SELECTED, implementation="reference")
+        np.testing.assert_allclose(out, whole[0, last], atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Attention in plain XLA: an online softmax over chunks of keys.
 
-Queries are split into tiles of one request each; a tile loops over the chunks of keys visible to it. Only a
-few tiles are processed at a time, so memory does not grow with the number of requests or their length.
+Queries are split into tiles of one request each; a tile loops over the chunks of keys visible to it, or over
+the keys that a mask lists one by one. Only a few tiles are processed at a time, so memory does not grow with
+the number of requests or their length.
 """
 
 import functools
@@ -15,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, has_token_axis
 from jattn.cache.quantization import quantize_token_head
-from jattn.cache.types import take_blocks
-from jattn.masks import And, Mask, Or, Pairs, Sinks
+from jattn.cache.types import take_blocks, take_tokens
+from jattn.masks import And, ListedBlocks, Mask, Or, Pairs, Sinks
+from jattn.masks.base import factors
 from jattn.pytree import pytree, static
 from jattn.score_mod import ScoreMod
 from jattn.spec import QUERY_DTYPES, AttentionSpec
@@ -200,10 +202,19 @@ def attend_tile(
     )
     static_k, static_v = static_scales(kv, acc_dtype)
     size = chunk_size(kv)
+    chunks = chunk_range(queries, args, size)
+    listed = None if is_prefill else listed_tokens(args.mask)
+    if listed is not None:
+        chunks = jnp.int32(0), (listed.counts[row, 0] + size - 1) // size
 
     def step(c: Array, state: Softmax) -> Softmax:
-        chunk = load_chunk(kv, args.metadata.block_table, row, c)
-        key_positions = c * size + jnp.arange(size, dtype=jnp.int32)
+        index = c * size + jnp.arange(size, dtype=jnp.int32)
+        if listed is None:
+            key_positions, chunk = index, load_chunk(kv, args.metadata.block_table, row, c)
+        else:
+            ids = jnp.take(listed.ids[row, 0], index, mode="clip")
+            key_positions = jnp.where(index < listed.counts[row, 0], ids, queries.seq_len)
+            chunk = load_tokens(kv, args.metadata.block_table, row, key_positions)
         s, visible = capped_scores(queries, chunk, key_positions, static_k, args)
         if args.alibi_slopes is not None:
             s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
@@ -221,7 +232,7 @@ def attend_tile(
         acc=jnp.zeros((*rows_shape, spec.head_dim), acc_dtype),
     )
     state = match_varying_axes(q, state)
-    row_max, row_sum, acc = jax.lax.fori_loop(*chunk_range(queries, args, size), step, state)
+    row_max, row_sum, acc = jax.lax.fori_loop(*chunks, step, state)
     if sinks is not None:  # One more score per head that has no value.
         has_sink = (queries.seq_len > 0) & queries.is_valid
         sink = jnp.where(has_sink, sinks.astype(acc_dtype).reshape(*rows_shape[:2], 1), -jnp.inf)
@@ -299,6 +310,14 @@ def num_first_keys(mask: Mask | None) -> int | None:
     if isinstance(mask, Or):
         return max(known_bounds) if len(known_bounds) == len(bounds) else None
     return min(known_bounds, default=None)
+
+
+def listed_tokens(mask: Mask | None) -> ListedBlocks | None:
+    """Return the factor of a mask that lists single keys for all heads of a request; None if none does."""
+    for factor in () if mask is None else factors(mask):
+        if isinstance(factor, ListedBlocks) and factor.block_kv == 1 and factor.counts.shape[1] == 1:
+            return factor
+    return None
 
 
 def capped_scores(
@@ -448,6 +467,27 @@ def load_chunk(
         else:
             scales.append(None)
     return Chunk(k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), *scales)
+
+
+def load_tokens(
+    kv: PagedCache | PackedKV,
+    block_table: Int32[Array, "reqs max_blocks"],
+    row: Array,
+    positions: Int32[Array, " keys"],
+) -> Chunk:
+    """Load keys and values at any positions of a row; undefined past the row's end."""
+    if isinstance(kv, PackedKV):
+        index = kv.kv_start_loc[row] + positions
+        k, v = (jnp.take(array, index, axis=0, mode="clip") for array in (kv.k, kv.v))
+        return Chunk(k, v, None, None)
+    columns = jnp.minimum(positions // kv.block_size, block_table.shape[1] - 1)
+    blocks, offsets = block_table[row, columns], positions % kv.block_size
+    k, v = take_tokens(kv, blocks, offsets)
+    k_scale, v_scale = (
+        jnp.asarray(scale)[blocks, :, offsets].T if scale is not None and has_token_axis(scale) else None
+        for scale in (kv.stored_k_scale, kv.stored_v_scale)
+    )
+    return Chunk(k, v, k_scale, v_scale)
 
 
 def static_scales(
