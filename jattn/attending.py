@@ -274,6 +274,7 @@ def attend_regions(
                     mask=region.mask,
                     sinks=region_sinks,
                     alibi_slopes=slopes,
+                    score_mod=mod,
                     return_lse=return_lse,
                 )
         outs.append(out)

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.checks import require
+from pallas_kernels.score_mod import KernelScoreMod, TableType
+from pallas_kernels.score_mod import ScoreFunction as KernelScoreFunction
 
 type ScoreFunction = Callable[..., Any]
 
@@ -67,6 +69,16 @@ class ScoreMod:
     def from_row(self, first_row: int) -> "ScoreMod":
         """Return the score function of a region whose row 0 is `first_row` of the batch."""
         return self.tree_unflatten((self.function, self.first_row + first_row), self.arrays)
+
+    @property
+    def static_part(self) -> KernelScoreFunction:
+        """The function and the types of its arrays, which decide whether kernels can evaluate it."""
+        types = (TableType(jnp.shape(x), jnp.dtype(jnp.result_type(x))) for x in self.arrays)
+        return KernelScoreFunction(self.function, tuple(types))
+
+    def for_kernels(self) -> KernelScoreMod:
+        """Return the score function as the kernels take it."""
+        return KernelScoreMod.of(self.static_part, self.arrays, self.first_row)
 
     @property
     def float_arrays(self) -> tuple[Array, ...]:

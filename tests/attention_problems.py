@@ -49,6 +49,7 @@ class Setting:
         visible: Predicate over (request, head, i, j) that is applied in addition to the spec.
         seen: Visibility that replaces spec and predicate: for each request bool [q_heads, query_len,
             seq_len].
+        score_mod: Score function of the oracle over (scores, request, head, i, j).
         is_cross: Whether keys belong to another sequence, which need not cover the queries.
         shared_blocks: Number of leading blocks that all requests share.
         frees_blocks: Whether the block table has garbage in place of blocks that no query attends to.
@@ -69,6 +70,7 @@ class Setting:
     has_alibi: bool = False
     visible: Callable[[int, int, int, int], bool] | None = None
     seen: list[np.ndarray] | None = None
+    score_mod: Callable[..., np.ndarray] | None = None
     is_cross: bool = False
     shared_blocks: int = 0
     frees_blocks: bool = False
@@ -171,6 +173,7 @@ class AttentionProblem:
             alibi_slopes=in_float64(self.slopes),
             mask=self.setting.visible,
             seen=self.setting.seen,
+            score_mod=self.setting.score_mod,
         )
 
     def _draw_cache(self, seen: list[np.ndarray]) -> None:

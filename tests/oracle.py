@@ -29,6 +29,7 @@ class Step:
     alibi_slopes: np.ndarray | None = None
     mask: Callable[[int, int, int, int], bool] | None = None  # (request, head, i, j): on top of the spec
     seen: list[np.ndarray] | None = None  # bool [q_heads, query_len, seq_len]: instead of spec and mask
+    score_mod: Callable[..., np.ndarray] | None = None  # (scores, request, head, i, j): the new scores
 
     def sees_all(self, spec, r: int, head: int) -> np.ndarray:
         """Return which keys each query of request r attends to: bool [query_len, seq_len]."""
@@ -91,6 +92,8 @@ def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
         s = spec.soft_cap * np.tanh(s / spec.soft_cap)
     if step.alibi_slopes is not None:
         s = s + bias(spec, step.alibi_slopes[h], positions, j)
+    if step.score_mod is not None:
+        s = step.score_mod(s, r, h, positions, j)
     s = np.where(step.sees_all(spec, r, h), s, -np.inf)
     has_sink = step.sinks is not None and len(k) > 0
     sink = step.sinks[h] if has_sink else -np.inf

@@ -6,16 +6,18 @@ from jattn.implementations.mosaic_gpu import choose_kernel
 from pallas_kernels import support
 
 
-def kernel_for(query, kv, metadata, spec, mask=None):
+def kernel_for(query, kv, metadata, spec, mask=None, score_mod=None):
     """Return the selected kernel, or the reason why there is none."""
     (region,) = region_sizes(metadata)
     gpu = support.kernel_architecture(query)
-    return choose_kernel(layer_config(spec, kv, query.dtype), region, mask, gpu)
+    return choose_kernel(layer_config(spec, kv, query.dtype, score_mod), region, mask, gpu)
 
 
-def attend_region(query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, **options):
+def attend_region(
+    query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, score_mod=None, **options
+):
     """Return the output and the log-sum-exp of a step that consists of one region."""
-    kernel = kernel_for(query, kv, metadata, spec, mask)
+    kernel = kernel_for(query, kv, metadata, spec, mask, score_mod)
     assert not isinstance(kernel, str), kernel
-    modifiers = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    modifiers = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
     return mosaic_gpu.attend(query, kv, metadata, spec, kernel, None, **modifiers, **options)

@@ -161,13 +161,29 @@ def test_plan_without_the_score_function_is_an_error():
         jattn.attend(QUERY[0, :3], kv, metadata, spec, plan, score_mod=soft_cap)
 
 
-def test_kernels_do_not_support_score_functions():
+def floored(score, batch, head, q_idx, kv_idx):
+    return score - jnp.floor(kv_idx / 8.0)
+
+
+def test_plan_says_why_a_score_function_has_no_kernel():
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=128)
     metadata = jattn.build_batch_metadata([8], [8], None)
-    plan = jattn.plan(metadata, spec, score_mod=soft_cap, implementation=("mosaic_gpu", "xla"), device="h100")
-    assert "there is no kernel for score functions" in str(plan)
-    with pytest.raises(NotImplementedError, match="there is no kernel for score functions"):
-        jattn.plan(metadata, spec, score_mod=soft_cap, implementation="mosaic_gpu", device="h100")
+    options = {"implementation": ("mosaic_gpu", "xla"), "device": "h100"}
+    reason = "there is no kernel for the score function floored: it uses floor"
+    assert reason in str(jattn.plan(metadata, spec, score_mod=floored, **options))
+    with pytest.raises(NotImplementedError, match=reason):
+        jattn.plan(metadata, spec, score_mod=floored, implementation="mosaic_gpu", device="h100")
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_plan_has_kernels_for_elementwise_functions_and_lookups(name):
+    function, arrays = MODS[name]
+    spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=128)
+    cache = jattn.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=8, head_dim=128)
+    metadata = jattn.build_batch_metadata([1, 8], [9, 8], [[1], [2]], block_size=16)
+    mod = jattn.ScoreMod(function, *arrays)
+    plan = jattn.plan(metadata, spec, cache, score_mod=mod, implementation="mosaic_gpu", device="h100")
+    assert [choice.implementation for _, choice in plan.layers[0].choices] == ["mosaic_gpu"] * 2
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def _attend(
             mask=context.mask,
             sinks=inputs.sinks,
             alibi_slopes=inputs.alibi_slopes,
+            score_mod=inputs.score_mod,
             return_lse=return_lse,
         )
     out, lse = xla.attend(
@@ -237,6 +238,7 @@ def _has_backward_kernel(
         mask,
         is_in_order=inputs.kv.is_in_order,
         needs_slope_gradient=needs_slope_gradient,
+        has_score_mod=inputs.score_mod is not None,
     )
     if reason is None:
         return True

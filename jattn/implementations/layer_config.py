@@ -11,8 +11,9 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.pytree import replace
-from jattn.score_mod import ScoreFunction, ScoreMod
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
+from pallas_kernels.score_mod import ScoreFunction
 
 type CacheOrSpec = CacheSpec | PagedCache | PackedKV
 
@@ -55,7 +56,7 @@ class LayerConfig:
         spec: Attention of the layer.
         query_dtype: Dtype of the queries.
         cache: Format of the paged cache; None for keys outside a cache.
-        score_function: Score function of the layer; None without one.
+        score_function: Score function of the layer and the types of its arrays; None without one.
     """
 
     spec: AttentionSpec
@@ -65,8 +66,7 @@ class LayerConfig:
 
     def __str__(self) -> str:
         where = "keys outside a cache" if self.cache is None else str(self.cache)
-        function = self.score_function
-        score_mod = "" if function is None else f", score_mod={getattr(function, '__name__', function)}"
+        score_mod = "" if self.score_function is None else f", score_mod={self.score_function}"
         return f"{_describe_spec(self.spec)}{score_mod}; {self.query_dtype.name} queries, {where}"
 
 
@@ -112,7 +112,7 @@ def layer_config(
         score_mod: Score function of the layer; None: none.
     """
     dtype = jnp.dtype(_compute_dtype(cache) if query_dtype is None else query_dtype)
-    function = None if score_mod is None else score_mod.function
+    function = None if score_mod is None else score_mod.static_part
     return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache), score_function=function)
 
 

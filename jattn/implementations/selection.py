@@ -110,9 +110,7 @@ def choose_implementation(
     """
     kernel: KernelConfig | None = None
     reasons = unsupported_reasons(layer.spec, no_kernels)
-    if no_kernels is None and layer.score_function is not None:
-        reasons["mosaic_gpu"] = "there is no kernel for score functions"
-    elif no_kernels is None and "mosaic_gpu" in requested:
+    if no_kernels is None and "mosaic_gpu" in requested:
         kernel_or_reason = choose_kernel(layer, region, mask, gpu)
         if isinstance(kernel_or_reason, str):
             reasons["mosaic_gpu"] = kernel_or_reason

@@ -148,7 +148,8 @@ def plan(
             None for keys outside a paged cache (PackedKV).
         mask: Mask of this step for every layer, in addition to the layers' masks; may have arrays. Its tile
             lists are computed once here, and `attend` takes the mask from the plan.
-        score_mod: Score function of every layer; `attend` gets it, too. Its arrays may differ between layers.
+        score_mod: Score function of every layer; `attend` gets it, too. The elements of its arrays may differ
+            between layers.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
             uses the best one that device and layer support.
         query_dtype: Dtype of the layers' queries; None uses the dtype of their caches or CacheSpecs, and

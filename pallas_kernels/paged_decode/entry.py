@@ -22,6 +22,7 @@ from pallas_kernels.paged_decode.kernel import run_decode_kernel
 from pallas_kernels.paged_decode.schedule import BlockList, DecodeSchedule, make_schedule, schedule_key
 from pallas_kernels.paged_decode.sizes import DecodeSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeInputs, DecodeListRefs, DecodeShape, DecodeSpec
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
@@ -46,6 +47,7 @@ def paged_decode(
     v_scale: Float[Array, "..."] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    score_mod: KernelScoreMod | None = None,
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
     lists_have_head_bits: bool = False,
@@ -72,6 +74,8 @@ def paged_decode(
         v_scale: Factor of the stored values, like k_scale, or per channel [kv_heads, head_dim].
         sinks: Attention sink of each query head: one more score, without a value.
         alibi_slopes: ALiBi slope of each query head.
+        score_mod: Static except for its arrays: score function, applied after the soft cap and ALiBi;
+            why_no_kernel must be None.
         block_list: Sparse blocks to visit, the same for all queries of a request; the score's mask applies
             inside them. None = all keys.
         list_block_size: Static: keys per sparse block, one of LIST_BLOCK_SIZES; None without block_list.
@@ -156,7 +160,7 @@ def paged_decode(
     )  # fmt: skip
     spec = DecodeSpec(
         shape=shape, score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
-        has_token_scales=has_token_scales, interpret=interpret,
+        has_token_scales=has_token_scales, has_score_mod=score_mod is not None, interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the requests that it split.
@@ -173,6 +177,7 @@ def paged_decode(
         slopes=heads_to_rows(alibi_slopes, shape),
         sinks=heads_to_rows(sinks, shape),
         lists=lists,
+        score_mod=score_mod,
     )
     inputs = forbid_kernel_derivative(inputs, "paged_decode", "Use jattn.attend over a PackedKV")
     outputs = run_decode_kernel(inputs, spec)

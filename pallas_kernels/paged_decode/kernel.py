@@ -67,6 +67,7 @@ from pallas_kernels.paged_decode.spec import (
     smem_types,
 )
 from pallas_kernels.ptx.stores import store_transposed
+from pallas_kernels.score_mod import PairValue, ScoreTile
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import load_head_scale
 from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
@@ -350,7 +351,7 @@ class DecodeConsumer:
         return lax.broadcast_in_dim(scale, self.spec.tile, [0])
 
     def mask_scores(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
-        """Return the scores with ALiBi's bias, and -inf where a query does not attend to a key.
+        """Apply ALiBi's bias and the score function; -inf where a query does not attend to a key.
 
         Args:
             s: Scores times log2(e), [tile_kv, tile_q].
@@ -373,6 +374,8 @@ class DecodeConsumer:
             if score.sqrt_alibi:
                 distance = jnp.sqrt(jnp.maximum(distance, 0.0))
             s = s - lax.broadcast_in_dim(slopes, spec.tile, [1]) * distance
+        if self.inputs.score_mod is not None:
+            s = self.inputs.score_mod.apply(s * (1 / LOG2E), self.score_tile(segment, keys)) * LOG2E
         # Causal, window and chunk masks, unless every query attends to every key of the tile.
         first_key_for_all, _ = score.key_range(seq_len - 1, seq_len)
         _, end_key_for_all = score.key_range(seq_len - shape.query_len, seq_len)
@@ -393,3 +396,31 @@ class DecodeConsumer:
     def query_rows(self) -> Tile:
         """Return, for each column of the scores, the index of its query row among the rows of the KV head."""
         return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=W) + self.first_query_row
+
+    def score_tile(self, segment: Segment, keys: TileKeys) -> ScoreTile:
+        """Return the pairs of a tile, with one key per row and one query per column."""
+        shape, (tile_kv, tile_q) = self.spec.shape, self.spec.tile
+        first_head = segment.kv_head * shape.group
+        query_rows = functools.partial(plgpu.broadcasted_iota, jnp.int32, (tile_q,), 0, layout=W.reduce(0))
+
+        def head() -> PairValue:
+            if shape.group == 1:
+                return PairValue(first_head, ())
+            rows = query_rows() + self.first_query_row
+            return PairValue(lax.rem(rows, jnp.full_like(rows, shape.group)) + first_head, (1,))
+
+        def query() -> PairValue:
+            first = segment.seq_len - shape.query_len
+            if shape.query_len == 1:
+                return PairValue(first, ())
+            rows = query_rows() + self.first_query_row
+            return PairValue(lax.div(rows, jnp.full_like(rows, shape.group)) + first, (1,))
+
+        return ScoreTile(
+            shape=self.spec.tile,
+            request=segment.request,
+            head=head,
+            query=query,
+            key=lambda: PairValue(keys.positions(tile_kv), (0,)),
+            is_interpreted=self.spec.is_interpreted,
+        )

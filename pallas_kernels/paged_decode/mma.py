@@ -131,8 +131,10 @@ class WarpgroupMma(TileMma):
         needs_headroom = spec.dtype == jnp.float16 and smem.v_scale is not None
         self.log2_headroom = LOG2_HEADROOM if needs_headroom else 0
         self.dequantizes_values = smem.v.dtype != spec.dtype
-        # A single query attends to a key of every tile that is not from a list; others may not have yet.
-        self.row_max_is_finite = spec.shape.query_len == 1 and not spec.shape.list_block_size
+        # A single query attends to a key of every tile that is not from a list; others may not have yet. A
+        # score function may return -inf.
+        is_single = spec.shape.query_len == 1 and not spec.shape.list_block_size
+        self.row_max_is_finite = is_single and not spec.has_score_mod
 
     def broadcast(self, x: Columns) -> Tile:
         """Broadcast one number per query over a tile."""

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared import paged_kv
-from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
 NO_KEY = 1 << 30  # a key position beyond the end of every request
 SEARCH_WAYS = 16  # number of rows that one step of the k-ary search compares
@@ -303,6 +303,11 @@ class TileKeys:
     def row_head_bits(self, rows: Tile) -> Tile:
         """Return, for each of the given rows of the tile, the head bits of its run."""
         return self._select(rows, self.head_bits)
+
+    def positions(self, num_keys: int) -> Rows:
+        """Return the key position of each row of the tile."""
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=layout))
 
     def _select(self, rows: Tile, run_values: Sequence[Scalar]) -> Tile:
         """Return the element of `run_values` for the run that each of the given rows belongs to."""

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.warp_mma import WARPS
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
@@ -83,6 +84,7 @@ class DecodeSpec:
             rows.
         dtype: 16-bit dtype of the queries, in which the tensor core multiplies.
         has_token_scales: Whether keys, and whether values, have a scale per token and head.
+        has_score_mod: Whether a score function changes the scores.
         interpret: Parameters of interpret mode, or None for a GPU.
         is_interpreted: Whether the kernel runs in interpret mode, which has no PTX.
         tile: Shape of a tile of scores: keys by query rows.
@@ -97,6 +99,7 @@ class DecodeSpec:
     num_spans: int
     dtype: DTypeLike
     has_token_scales: tuple[bool, bool]
+    has_score_mod: bool = False
     interpret: Interpret = None
     is_interpreted: bool = dataclasses.field(init=False)
     tile: tuple[int, int] = dataclasses.field(init=False)
@@ -143,6 +146,7 @@ class DecodeInputs(NamedTuple):
         slopes: ALiBi slopes times log2(e), f32 [head_tiles, tile_q]; None without ALiBi.
         sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
         lists: Sparse blocks to visit.
+        score_mod: Score function, or None.
     """
 
     query: Ref
@@ -152,6 +156,7 @@ class DecodeInputs(NamedTuple):
     slopes: Ref
     sinks: Ref
     lists: DecodeListRefs
+    score_mod: KernelScoreMod | None = None
 
 
 class DecodeOutputs(NamedTuple):

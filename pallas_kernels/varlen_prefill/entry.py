@@ -19,6 +19,7 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import head_chunks, split_tail
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
@@ -62,6 +63,7 @@ def varlen_prefill(
     v_scale: Float[Array, "..."] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    score_mod: KernelScoreMod | None = None,
     schedule: PrefillSchedule | None = None,
     lists: PrefillTileLists | None = None,
     block_q: int | None = None,
@@ -92,6 +94,8 @@ def varlen_prefill(
         v_scale: Scale of 8-bit values, like `k_scale`.
         sinks: Attention sinks: an extra score per head without a value.
         alibi_slopes: ALiBi slope of each head.
+        score_mod: Score function, applied after the soft cap and ALiBi; why_no_kernel must be None. Static
+            except for its arrays.
         schedule: Result of make_schedule for the same lengths, mask and sizes; None to build it here.
         lists: Tile lists for the call's schedule, or None for all KV tiles. Values in the tiles of the lists
             must be finite, even if the mask hides them. This does not apply to values after the request's
@@ -223,7 +227,8 @@ def varlen_prefill(
         quantized = QuantizedKV((key.dtype, value.dtype), (k_granularity, v_granularity))
     spec = PrefillSpec(
         shape=shape, score=score, sizes=sizes, dtype=query.dtype, has_lists=has_lists,
-        has_alibi=alibi_slopes is not None, returns_lse=return_lse, quantized=quantized, interpret=interpret,
+        has_alibi=alibi_slopes is not None, returns_lse=return_lse, quantized=quantized,
+        has_score_mod=score_mod is not None, interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
@@ -247,6 +252,7 @@ def varlen_prefill(
         sinks=in_log2(sinks),
         schedule=PrefillScheduleRefs(work_tiles.table, work_tiles.num_valid, entries),
         mask=mask,
+        score_mod=score_mod,
     )
     fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
     inputs = forbid_kernel_derivative(inputs, "varlen_prefill", fix)

@@ -186,7 +186,7 @@ class PrefillMainloop:
         self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline, self.queries = KvPipeline(smem, barriers, spec.sizes, self.team), queries
-        self.bias = Bias(smem.alibi, self.columns, wg, spec)
+        self.bias = Bias(smem.alibi, self.columns, wg, spec, inputs.score_mod)
         self.masking, self.policy = Masking(inputs.mask, self.columns, spec), choose_row_max_policy(spec)
         self.values = ValueTiles(self.pipeline.values, self.pipeline, spec)
 

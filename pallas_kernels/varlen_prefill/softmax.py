@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import warp_votes
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.spec import ROW, AlibiOperands, M, PrefillSpec, W, f32
@@ -28,14 +29,19 @@ SLOPE_TERMS = 3  # 16-bit numbers that add up to an f32 slope
 
 
 class Bias:
-    """Soft cap and ALiBi bias of one warpgroup.
+    """Soft cap, ALiBi bias and score function of one warpgroup.
 
     Attributes:
         factor: Factor that the softmax multiplies the scores by; see PrefillSpec.score_factor.
     """
 
     def __init__(
-        self, operands: AlibiOperands | None, columns: Callable[[], Tile], wg: Scalar, spec: PrefillSpec
+        self,
+        operands: AlibiOperands | None,
+        columns: Callable[[], Tile],
+        wg: Scalar,
+        spec: PrefillSpec,
+        score_mod: KernelScoreMod | None,
     ):
         """Create the bias.
 
@@ -44,8 +50,9 @@ class Bias:
             columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
             wg: Index of the warpgroup.
             spec: Static description of the kernel.
+            score_mod: Score function, or None.
         """
-        self.columns, self.spec, self.wg = columns, spec, wg
+        self.columns, self.spec, self.wg, self.score_mod = columns, spec, wg, score_mod
         self.all_operands = operands
         self.operands = None if operands is None else AlibiOperands(*(ref.at[wg] for ref in operands))
         self.factor = spec.score_factor
@@ -76,7 +83,7 @@ class Bias:
         plgpu.commit_smem()
 
     def apply(self, tile: KvTile, s: Tile) -> tuple[Tile, Rows | None]:
-        """Apply the soft cap and the bias.
+        """Apply the soft cap, the bias and the score function.
 
         Args:
             tile: KV tile of the scores.
@@ -89,6 +96,8 @@ class Bias:
         score, rows = self.spec.score, tile.rows
         if score.soft_cap is not None:
             s = jnp.tanh(s * (score.scale / score.soft_cap))
+        if self.score_mod is not None:
+            return self._apply_score_mod(tile, s * (score.soft_cap or score.scale), self.score_mod), None
         if self.factor == 1.0:
             s = s * ((score.soft_cap or score.scale) * LOG2E)
         if rows.slope is None:
@@ -101,6 +110,17 @@ class Bias:
             return s - jnp.sqrt(distances) * slope, None
         # The bias is slope * (column - first): linear in the column, plus a term of the row.
         return s if self.operands is not None else s + self.columns() * slope, first * -rows.slope
+
+    def _apply_score_mod(self, tile: KvTile, s: Tile, score_mod: KernelScoreMod) -> Tile:
+        """Add the ALiBi bias to capped scores in natural units, and apply the score function."""
+        rows = tile.rows
+        if rows.slope is not None:
+            first = lax.broadcast_in_dim((rows.positions() - tile.first_key()).astype(f32), s.shape, [0])
+            distances = first - self.columns()
+            if self.spec.score.sqrt_alibi:
+                distances = jnp.sqrt(jnp.maximum(distances, 0.0))
+            s = s - distances * broadcast_to_keys(rows.slope * (1 / LOG2E), s)
+        return score_mod.apply(s, tile.score_tile())
 
 
 def broadcast_to_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
@@ -171,7 +191,7 @@ def choose_row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
     """Choose the row-max policy of a kernel."""
     soft_cap = spec.score.soft_cap
     is_small = soft_cap is not None and soft_cap * LOG2E <= HEADROOM[spec.dtype]
-    if is_small and not spec.has_alibi:
+    if is_small and not (spec.has_alibi or spec.has_score_mod):
         return NoRowMax(spec)
     # LazyRescale rounds a row's first scores once in the work tile's first step, but twice if earlier steps
     # were masked out, which would make the result depend on the other rows.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import HeadChunks, TokenRows, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
@@ -80,6 +81,7 @@ class PrefillSpec:
         dtype: Dtype of queries and output, and of keys and values unless these are quantized.
         has_lists: Whether work tiles follow tile lists, instead of all KV tiles that `score` leaves visible.
         has_alibi: Whether scores have an ALiBi bias.
+        has_score_mod: Whether a score function changes the scores.
         returns_lse: Whether the kernel writes the log-sum-exp.
         quantized: Storage of an 8-bit cache, which the kernel dequantizes; None for a 16-bit cache.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -97,14 +99,16 @@ class PrefillSpec:
         has_low_end: Whether a tile may start before the first visible key; tiles of packed keys may start too
             early.
         adds_alibi_by_mma: Whether the tensor core adds the ALiBi bias to the scores. A bias that a soft cap
-            would cap as well, or that is not linear in the column, is added afterwards. So is every bias in
-            interpret mode, which runs short of threads if warpgroups do more between barriers.
+            would cap as well, that is not linear in the column, or that a score function needs in natural
+            units, is added afterwards. So is every bias in interpret mode, which runs short of threads if
+            warpgroups do more between barriers.
         waits_for_values_first: Whether P V of the previous tile is awaited before, instead of after, the
             exponentials. Then no branch separates the exponentials from their sums, and ptxas adds each as it
             is computed. Heads of 64 at 8 x 2k take 616 to 619 us instead of 676 to 679 with packed keys, and
             630 either way with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes
             705 us instead of 700. Tile lists were not measured.
         score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
+            Scores of a score function are in natural units.
         table_columns: Names of the columns of the schedule's table.
         load_registers: Registers per thread that loads.
         compute_registers: Registers per thread that computes.
@@ -118,6 +122,7 @@ class PrefillSpec:
     has_alibi: bool
     returns_lse: bool
     quantized: QuantizedKV | None = None
+    has_score_mod: bool = False
     interpret: Interpret = None
     is_interpreted: bool = dataclasses.field(init=False)
     s_shape: tuple[int, int] = dataclasses.field(init=False)
@@ -159,6 +164,9 @@ class PrefillSpec:
         # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
         at_launch = REGISTERS // (128 * num_warpgroups) // 8 * 8
         assert load + dequantizing + sizes.warpgroups * compute <= num_warpgroups * at_launch
+        score_factor = score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0
+        if self.has_score_mod:
+            score_factor = LOG2E
         vars(self).update(
             is_interpreted=is_interpreted,
             s_shape=(M, sizes.tile_kv),
@@ -169,9 +177,9 @@ class PrefillSpec:
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
             has_low_end=has_window or tiling is None,
-            adds_alibi_by_mma=is_linear and not is_interpreted,
+            adds_alibi_by_mma=is_linear and not is_interpreted and not self.has_score_mod,
             waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
-            score_factor=score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0,
+            score_factor=score_factor,
             table_columns=(*COLUMNS, *(LIST_COLUMNS if self.has_lists else more_columns)),
             load_registers=load,
             compute_registers=compute,
@@ -205,6 +213,7 @@ class PrefillInputs(NamedTuple):
         sinks: Attention sinks times log2(e), f32 [q_heads], or None.
         schedule: Work tiles of the step.
         mask: Mask of the partial tiles of the tile lists, or None.
+        score_mod: Score function, or None.
     """
 
     query: TokenRows
@@ -213,6 +222,7 @@ class PrefillInputs(NamedTuple):
     sinks: Ref
     schedule: PrefillScheduleRefs
     mask: KernelMask | None
+    score_mod: KernelScoreMod | None = None
 
 
 class PrefillOutputs(NamedTuple):

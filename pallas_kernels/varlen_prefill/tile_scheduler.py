@@ -9,13 +9,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
+from pallas_kernels.score_mod import PairValue, ScoreTile
 from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
-from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillScheduleRefs, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, M, PrefillScheduleRefs, PrefillSpec
 
 
 class PrefillWorkTile:
@@ -210,7 +211,7 @@ class QueryRows:
         if not rest:
             return value
         row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
-        values = jnp.where(row >= 0, value, 0.0)
+        values = jnp.where(row >= 0, value, jnp.zeros((), value.dtype))
         for head, first_row in rest:
             values = jnp.where(row >= first_row, head_value(head), values)
         return values
@@ -241,7 +242,7 @@ class QueryRows:
         if is_first:
             return KvTile(self, self.work_tile.first_entry() + i, masked_ends)
         # Read the entry early, and only if it is used: it comes from global memory.
-        is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi
+        is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi or self.spec.has_score_mod
         return KvTile(self, self.work_tile.entry(i) if is_used else None, masked_ends)
 
     def kv_tile_range(self) -> KvTileRange:
@@ -314,4 +315,26 @@ class KvTile(NamedTuple):
             columns=columns,
             shape=spec.s_shape,
             interpret=spec.interpret,
+        )
+
+    def score_tile(self) -> ScoreTile:
+        """Return the pairs of the tile as a score function takes them."""
+        rows, spec = self.rows, self.rows.spec
+        tile_kv = spec.sizes.tile_kv
+
+        def head() -> PairValue:
+            heads = rows.per_head(lambda head: head)
+            return PairValue(heads, (0,) if heads.ndim else ())
+
+        def key() -> PairValue:
+            columns = plgpu.broadcasted_iota(jnp.int32, (tile_kv,), 0, layout=COLUMN)
+            return PairValue(columns + self.first_key(), (1,))
+
+        return ScoreTile(
+            shape=spec.s_shape,
+            request=rows.work_tile.column("req"),
+            head=head,
+            query=lambda: PairValue(rows.positions(), (0,)),
+            key=key,
+            is_interpreted=spec.is_interpreted,
         )

@@ -11,6 +11,7 @@ from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernelConfig, K
 from jattn.implementations.mosaic_gpu.kernel_plans import DecodeKernelPlan, KernelPlan, plan_decode_kernel
 from jattn.implementations.mosaic_gpu.prefill import attend_prefill
 from jattn.masks import Mask
+from jattn.score_mod import ScoreMod
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.shared import Interpret
@@ -27,6 +28,7 @@ def attend(
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None,
     return_lse: bool = True,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -42,6 +44,7 @@ def attend(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
+        score_mod: Score function of the layer; None: none.
         return_lse: Return the log-sum-exp; if False, None may be returned instead.
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
@@ -67,6 +70,7 @@ def attend(
             v_scale=None if v_scale is None else jnp.asarray(v_scale),
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            score_mod=None if score_mod is None else score_mod.for_kernels(),
             block_list=kernel_plan.block_list,
             list_block_size=kernel.list_block_size,
             lists_have_head_bits=kernel.lists_have_head_bits,
@@ -85,6 +89,7 @@ def attend(
             mask=mask,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            score_mod=score_mod,
             return_lse=return_lse,
             interpret=interpret,
         )
@@ -98,6 +103,7 @@ def attend(
         mask=mask,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
         return_lse=return_lse,
         interpret=interpret,
     )

@@ -33,6 +33,7 @@ def why_not_gradients(
     *,
     is_in_order: bool,
     needs_slope_gradient: bool,
+    has_score_mod: bool,
 ) -> str | None:
     """Return why varlen_backward does not support a region, from static facts alone; None if it does.
 
@@ -42,6 +43,7 @@ def why_not_gradients(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         is_in_order: Whether the rows' keys are stored one row after another from the first key on.
         needs_slope_gradient: Whether a gradient of the ALiBi slopes is required.
+        has_score_mod: Whether the layer has a score function.
     """
     reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
@@ -50,6 +52,8 @@ def why_not_gradients(
         return "gradients over packed keys require PackedKV(is_in_order=True)"
     if needs_slope_gradient:
         return "there is no kernel for the gradient of ALiBi slopes"
+    if has_score_mod:
+        return "there is no kernel for the gradients of score functions"
     if mask is None:
         return None
     sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)

@@ -17,6 +17,7 @@ from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, 
 from jattn.implementations.mosaic_gpu.prefill import attend_prefill
 from jattn.masks import Mask
 from jattn.pytree import replace
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.cache_read import TILE, cache_read, padded_len
@@ -54,6 +55,7 @@ def attend_dequantized(
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -68,6 +70,7 @@ def attend_dequantized(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
+        score_mod: Score function of the layer; None: none.
         return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
@@ -86,6 +89,7 @@ def attend_dequantized(
             mask=mask,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            score_mod=score_mod,
             return_lse=return_lse,
             interpret=interpret,
         )

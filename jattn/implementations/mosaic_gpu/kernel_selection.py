@@ -1,5 +1,7 @@
 """Selection of the kernel for a region of a step, from static facts."""
 
+import dataclasses
+
 from jattn.implementations.layer_config import LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
 from jattn.implementations.mosaic_gpu.gathered_columns import gathers_columns
@@ -14,6 +16,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
+from pallas_kernels.score_mod import why_no_kernel
 
 
 def choose_kernel(
@@ -27,6 +30,10 @@ def choose_kernel(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         gpu: Compute capability that kernels are built for.
     """
+    if layer.score_function is not None:
+        reason = why_no_kernel(layer.score_function)
+        if reason is not None:
+            return reason
     declined = None
     if region.bucket.max_decodes and layer.cache is not None and region.max_blocks:
         decode = _choose_decode(layer, region, mask, gpu)
@@ -110,7 +117,7 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
         if reason is not None:
             return reason
         columns_sizes = None
-        if gathers_columns(mask, spec):
+        if gathers_columns(mask, spec) and layer.score_function is None:  # it needs the keys' positions
             columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True)
         return PrefillKernelConfig(
             sizes=sizes,
@@ -124,6 +131,9 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
     sizes = prefill_kernel.default_sizes(
         spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=dequantizes
     )
+    if layer.score_function is not None and layer.score_function.tables and sizes.warpgroups == 3:
+        # Lookups of a tile of pairs spill from the registers that three warpgroups leave.
+        sizes = dataclasses.replace(sizes, warpgroups=2)
     return PrefillKernelConfig(
         sizes=sizes,
         is_packed=is_packed,

@@ -12,6 +12,7 @@ from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, 
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
 from jattn.masks import Mask
 from jattn.merge import merge_attention_outputs
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels.shared import Interpret
 from pallas_kernels.varlen_prefill import varlen_prefill
@@ -28,6 +29,7 @@ def attend_prefill(
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -55,6 +57,7 @@ def attend_prefill(
         kernel_plan,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
         return_lse=return_lse or columns is not None,
         interpret=interpret,
     )
@@ -70,6 +73,7 @@ def attend_prefill(
         columns.kernel_plan,
         sinks=None,
         alibi_slopes=None,
+        score_mod=None,
         return_lse=True,
         interpret=interpret,
     )
@@ -89,6 +93,7 @@ def _call_kernel(
     *,
     sinks: Array | None,
     alibi_slopes: Array | None,
+    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret,
 ) -> tuple[Array, Array | None]:
@@ -116,6 +121,7 @@ def _call_kernel(
         v_scale=v_scale,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=kernel_plan.schedule,
         lists=None if mask is None else mask.lists,
         block_q=None if mask is None else mask.block_q,

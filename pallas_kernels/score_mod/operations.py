@@ -1,0 +1,62 @@
+"""The elementwise operations of a score function that kernels evaluate."""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def _bind(eqn: Any, *args: Any) -> Any:
+    return eqn.primitive.bind(*args, **eqn.params)
+
+
+def _convert(eqn: Any, x: Any) -> Any:
+    dtype = eqn.params["new_dtype"]
+    return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
+
+
+def _integer_power(eqn: Any, x: Any) -> Any:
+    exponent = eqn.params["y"]
+    power = functools.reduce(operator.mul, [x] * abs(exponent), jnp.ones_like(x))
+    return power if exponent >= 0 else 1 / power
+
+
+def _negate(eqn: Any, x: Any) -> Any:
+    return x * -1
+
+
+def _invert(eqn: Any, x: Any) -> Any:
+    return x ^ jnp.full_like(x, x.dtype == jnp.bool_ or -1)
+
+
+def _absolute(eqn: Any, x: Any) -> Any:
+    return jnp.maximum(x, x * -1) if x.dtype == jnp.int32 else _bind(eqn, x)
+
+
+# Elementwise operations that kernels evaluate; the arguments have been broadcast against each other. Those
+# that Mosaic GPU lacks are composed of others.
+OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            *("add", "sub", "mul", "div", "rem", "max", "min", "sign", "round", "clamp"),
+            *("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt", "sin", "cos", "square"),
+            *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "select_n"),
+            *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+        ),
+        _bind,
+    ),
+    **dict.fromkeys(("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape"), lambda eqn, x: x),
+    "add_any": lambda eqn, x, y: x + y,
+    "neg": _negate,
+    "not": _invert,
+    "abs": _absolute,
+    "integer_pow": _integer_power,
+    "convert_element_type": _convert,
+    "one_minus_square": lambda eqn, x: 1 - x * x,
+    "log1p": lambda eqn, x: jnp.log(1 + x),
+    "expm1": lambda eqn, x: jnp.exp(x) - 1,
+    "is_finite": lambda eqn, x: jnp.abs(x) < jnp.inf,
+    "look_up": _bind,  # is evaluated by _Evaluation
+}

@@ -1,0 +1,96 @@
+"""Prefill kernels with score functions, to compile ahead of time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.score_mod import KernelScoreMod, ScoreFunction, TableType
+from tests.pallas_kernels.varlen_prefill import prefill_aot_cases
+
+Q_HEADS = 32
+TABLES = (
+    TableType((Q_HEADS, 33), jnp.dtype(jnp.bfloat16)),
+    TableType((24, Q_HEADS), jnp.dtype(jnp.float32)),
+    TableType((4096,), jnp.dtype(jnp.int32)),
+    TableType((4096,), jnp.dtype(jnp.bool_)),
+)
+
+
+def every_lookup(score, batch, head, q_idx, kv_idx, table, gains, ids, is_special):
+    """Look up by head and distance, by row and head, by query and by key."""
+    score = score * gains[batch, head] + table[head, lax.clamp(0, q_idx - kv_idx + 16, 32)]
+    return jnp.where(
+        is_special[q_idx] & (ids[q_idx] == ids[kv_idx]), score, score - ids[kv_idx].astype(jnp.float32)
+    )
+
+
+def every_operation(score, batch, head, q_idx, kv_idx):
+    """Use every operation that kernels evaluate, on scalars, vectors and tiles, floats and ints."""
+    x, position = score, 0.0
+    for index in (batch, head, q_idx, kv_idx, q_idx - kv_idx):
+        y = lax.abs(index).astype(jnp.float32) * 0.01 + 1.0
+        position += lax.exp(-y) + lax.exp2(-y) + lax.log(y) + lax.log1p(y) + lax.expm1(-y) + lax.logistic(y)
+        position += (
+            lax.sqrt(y) + lax.rsqrt(y) + lax.sin(y) * lax.cos(y) + lax.square(y) + lax.integer_pow(y, 3)
+        )
+        position += lax.round(y) + lax.sign(y) + lax.integer_pow(y, -2) - lax.tanh(y) / y
+        small = lax.clamp(0, index, 7)
+        ints = (small << 2) ^ (small // 3) | (index % 5) & lax.sign(index)
+        ints += (
+            lax.shift_right_logical(small, 1) + lax.shift_right_arithmetic(index, 1) + lax.bitwise_not(small)
+        )
+        is_any = ((index > 2) | (index < 1)) & ~(index == 5) & ((index >= 0) != (index <= 9))
+        position += jnp.where(is_any ^ jnp.isfinite(y), ints, lax.max(lax.neg(ints), small)).astype(
+            jnp.float32
+        )
+        position += is_any.astype(jnp.float32) + (is_any & ints.astype(bool)).astype(jnp.int32)
+    x = x * position + lax.exp(lax.min(x, 0.0)) + lax.log1p(lax.square(x)) + jax.nn.relu(x)
+    x = (
+        x
+        + lax.logistic(x)
+        - lax.tanh(x) * lax.sin(x)
+        + lax.abs(x)
+        + lax.sqrt(lax.square(x) + 1.0)
+        + lax.sign(x)
+    )
+    return jnp.where(x > 30.0, 30.0, lax.stop_gradient(x) + lax.neg(x) / 3.0) + lax.integer_pow(x, 2)
+
+
+SCORE_MODS = {"lookups": (every_lookup, TABLES), "operations": (every_operation, ())}
+
+
+def score_mod_arrays(name):
+    """Return the function and the abstract arrays of one of SCORE_MODS."""
+    function, tables = SCORE_MODS[name]
+    arrays = [jax.ShapeDtypeStruct(table.shape, table.dtype) for table in tables]
+    return lambda arrays: KernelScoreMod.of(ScoreFunction(function, tables), arrays, 1), arrays
+
+
+def case(name, *args, **options):
+    """Return a case of prefill_aot_cases with a score function."""
+    make, tables = score_mod_arrays(name)
+    run, (arrays,) = prefill_aot_cases.case(*args, **options)
+
+    def run_with_score_mod(arrays, tables):
+        return run({**arrays, "score_mod": make(tables)})
+
+    return run_with_score_mod, (arrays, tables)
+
+
+@functools.cache
+def aot_cases():
+    """Return (function, abstract arguments) by the name of the case."""
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    few = prefill_aot_cases.FEW
+    return {
+        "lookups-packed": case("lookups", 128, "packed", None, bfloat16),
+        "lookups-paged-packed_heads-cap-alibi": case(
+            "lookups", 64, "NHD", 16, bfloat16, sizes=few, soft_cap=30.0, has_alibi=True
+        ),
+        "operations-packed": case("operations", 64, "packed", None, bfloat16, window=(100, 0)),
+        "operations-paged-packed_heads": case(
+            "operations", 128, "HND", 64, jnp.dtype(jnp.float16), sizes=few
+        ),
+    }

@@ -1,0 +1,198 @@
+"""Which score functions kernels evaluate, and their values on a tile."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.score_mod import (
+    KernelScoreMod,
+    PairValue,
+    ScoreFunction,
+    ScoreTile,
+    TableType,
+    why_no_kernel,
+)
+from pallas_kernels.score_mod.operations import OPERATIONS
+from tests.pallas_kernels.score_mod.prefill_with_score_mod_aot_cases import (
+    TABLES,
+    every_lookup,
+    every_operation,
+)
+
+RNG = np.random.default_rng(0)
+SHAPE = (64, 8)
+REQUEST, FIRST_ROW, HEAD, FIRST_QUERY, FIRST_KEY = 2, 1, 3, -5, 11
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Score functions combine scores with ints, as in FlexAttention."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def table_types(arrays):
+    return tuple(TableType(x.shape, jnp.dtype(x.dtype)) for x in arrays)
+
+
+def evaluate(function, arrays, scores, *, has_key_rows, has_heads):
+    """Return the new scores of a tile, their derivatives, and both as jnp.vectorize computes them."""
+    query_axis, key_axis = (1, 0) if has_key_rows else (0, 1)
+    positions = [
+        jnp.arange(SHAPE[axis]) + first for axis, first in ((query_axis, FIRST_QUERY), (key_axis, FIRST_KEY))
+    ]
+    heads = jnp.arange(SHAPE[query_axis]) // 2 % 4 if has_heads else jnp.int32(HEAD)
+    tile = ScoreTile(
+        shape=SHAPE,
+        request=jnp.int32(REQUEST),
+        head=lambda: PairValue(heads, (query_axis,) if has_heads else ()),
+        query=lambda: PairValue(positions[0], (query_axis,)),
+        key=lambda: PairValue(positions[1], (key_axis,)),
+        is_interpreted=True,
+    )
+    mod = KernelScoreMod.of(ScoreFunction(function, table_types(arrays)), arrays, FIRST_ROW)
+    value, derivative = mod.apply_with_derivative(scores, tile)
+    np.testing.assert_array_equal(mod.apply(scores, tile), value)
+    along = lambda x, axis: jnp.broadcast_to(jnp.expand_dims(x, 1 - axis), SHAPE)
+    heads = along(heads, query_axis) if has_heads else heads
+    expected = jnp.vectorize(lambda *pair: jax.value_and_grad(function)(*pair, *arrays))(
+        scores,
+        jnp.int32(REQUEST + FIRST_ROW),
+        heads,
+        along(positions[0], query_axis),
+        along(positions[1], key_axis),
+    )
+    return (value, derivative), expected
+
+
+@pytest.mark.parametrize(
+    ("function", "has_heads", "has_key_rows"),
+    [(every_operation, True, False), (every_lookup, True, True), (every_lookup, False, False)],
+)
+def test_values_and_derivatives_on_a_tile_equal_the_function(function, has_heads, has_key_rows):
+    arrays = [jnp.asarray(RNG.normal(size=table.shape) * 3, table.dtype) for table in TABLES]
+    scores = jnp.asarray(RNG.normal(size=SHAPE) * 2, jnp.float32)
+    arrays = arrays if function is every_lookup else ()
+    actual, expected = evaluate(function, arrays, scores, has_key_rows=has_key_rows, has_heads=has_heads)
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6 * float(jnp.abs(y).max()))
+
+
+def test_indices_out_of_range_are_clipped_or_count_from_the_end():
+    def function(score, batch, head, q_idx, kv_idx, by_query, by_row):
+        return score + by_query[q_idx] + by_row[batch - 9, -1]
+
+    arrays = (jnp.arange(20.0), jnp.arange(10.0).reshape(5, 2))
+    (value, _), (expected, _) = evaluate(
+        function, arrays, jnp.zeros(SHAPE), has_key_rows=False, has_heads=False
+    )
+    np.testing.assert_array_equal(value, expected)
+    assert float(value[0, 0]) == 15 + 1  # the fifth element from the end; the first row
+
+
+def test_the_compiled_function_has_every_operation():
+    """The ahead-of-time cases compile this function, so that each operation is known to compile."""
+    types = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, *[jnp.int32] * 4)]
+    text = str(jax.make_jaxpr(jax.value_and_grad(every_operation))(*types))
+    alone = {"add_any", "copy", "copy_p", "broadcast_in_dim", "reshape", "stop_gradient", "look_up"}
+    missing = [
+        name
+        for name in OPERATIONS
+        if name not in alone and f" {name} " not in text and f" {name}[" not in text
+    ]
+    assert not missing
+
+
+def floored(score, batch, head, q_idx, kv_idx, table):
+    return score + jnp.floor(score)
+
+
+def gathered(score, batch, head, q_idx, kv_idx, table):
+    return score + jnp.take(table, head)
+
+
+def sliced(score, batch, head, q_idx, kv_idx, table):
+    return score + table[:2][head]
+
+
+def reduced(score, batch, head, q_idx, kv_idx, table):
+    return score + table.sum()
+
+
+def halved(score, batch, head, q_idx, kv_idx, table):
+    return score.astype(jnp.bfloat16) * 0.5
+
+
+def compared(score, batch, head, q_idx, kv_idx, table):
+    return score < 1
+
+
+CAPTURED = jnp.arange(4.0)
+
+
+def capturing(score, batch, head, q_idx, kv_idx, table):
+    return score + CAPTURED[head]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (floored, "floored: it uses floor"),
+        (gathered, "gathered: it must index its arrays with scalars"),
+        (sliced, "an array is indexed by slice"),
+        (reduced, "it must index its arrays with scalars and be elementwise otherwise"),
+        (halved, "it computes in bfloat16"),
+        (compared, "it does not return a scalar of float dtype"),
+        (capturing, r"it captures an array, which jattn.ScoreMod\(f, \*arrays\) takes as an argument"),
+    ],
+)
+def test_what_kernels_cannot_evaluate_has_a_reason(function, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        raise NotImplementedError(why_no_kernel(ScoreFunction(function, table_types((CAPTURED,)))))
+
+
+def test_captured_scalars_are_constants():
+    gain, offset = jnp.float32(0.5), np.float32(2.0)
+
+    def function(score, batch, head, q_idx, kv_idx, zero):
+        return score * gain + offset + zero
+
+    arrays = (jnp.float32(0.0),)
+    (value, _), _ = evaluate(function, arrays, jnp.ones(SHAPE), has_key_rows=False, has_heads=False)
+    np.testing.assert_array_equal(value, np.full(SHAPE, 2.5))
+
+
+def body(scores_g, mod, value_g, derivative_g):
+    """Evaluate a score function on a tile of a minimal kernel."""
+    tile, rows, columns = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    request = scores_g[0, 0].astype(jnp.int32)
+    pairs = ScoreTile(
+        shape=SHAPE,
+        request=request,
+        head=lambda: PairValue(request + 1, ()),
+        query=lambda: PairValue(plgpu.broadcasted_iota(jnp.int32, SHAPE[:1], 0, layout=rows) + request, (0,)),
+        key=lambda: PairValue(
+            plgpu.broadcasted_iota(jnp.int32, SHAPE[1:], 0, layout=columns) + request, (1,)
+        ),
+        is_interpreted=False,
+    )
+    scores = plgpu.load(scores_g, layout=tile, optimized=False)
+    value_g[...], derivative_g[...] = mod.apply_with_derivative(scores, pairs)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("function", "tables"), [(every_operation, ()), (every_lookup, TABLES)])
+def test_functions_with_their_derivatives_lower_for_a_gpu(function, tables):
+    arrays = [jax.ShapeDtypeStruct(table.shape, table.dtype) for table in tables]
+    kernel = plgpu.kernel(
+        body, out_type=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),) * 2, grid=(1,), grid_names=("cta",),
+        num_threads=1, thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True),
+    )  # fmt: skip
+    make = functools.partial(KernelScoreMod.of, ScoreFunction(function, tables), first_row=0)
+    run = jax.jit(lambda scores, arrays: kernel(scores, make(arrays)))
+    lowered = run.trace(jax.ShapeDtypeStruct(SHAPE, jnp.float32), arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
