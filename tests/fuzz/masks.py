@@ -168,6 +168,11 @@ def vertical_slash(sizes, fields):
 
 
 def block(sizes, fields):
+    has_lists = fields["seed"] % 4 == 1
+    if has_lists:
+        fields = fields | {"block_q": None, "has_rows": True}
+        if fields["seed"] % 8 == 1:  # lists of single keys, for all heads
+            fields = fields | {"block_kv": 1, "heads": 1}
     rng, block_q, block_kv = np.random.default_rng(fields["seed"]), fields["block_q"], fields["block_kv"]
     id_at = lambda size: -(-sizes.max_len // size)
     shape = sizes.rows, fields["heads"], 1 if block_q is None else id_at(block_q), id_at(block_kv)
@@ -186,6 +191,11 @@ def block(sizes, fields):
             ]
         )
 
+    if has_lists:
+        listed = blocks[:, :, 0]
+        ids = np.argsort(~listed, axis=2, kind="stable").astype(np.int32)  # True blocks first
+        lists = {"ids": ids, "counts": listed.sum(axis=2, dtype=np.int32)}
+        return Made(masks.ListedBlocks(blocks=blocks, block_q=None, block_kv=block_kv, **lists), rule)
     mask = masks.BlockMask(
         blocks=blocks if has_rows else blocks[0], first_q_block=first, block_q=block_q, block_kv=block_kv
     )
