@@ -69,7 +69,7 @@ def dense_batch(function, inputs, **options):
     return np.stack([function(*map(np.asarray, row), **options) for row in zip(*inputs, strict=True)])
 
 
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize("chunk", [16, pytest.param(64, marks=pytest.mark.kernels)])
 def test_output_equals_the_definition(monkeypatch, chunk):
     monkeypatch.setattr(sparsity.deepseek_sparse_attention, "CHUNK", chunk)
     inputs = arrays()
@@ -102,7 +102,7 @@ def test_output_has_gradients_of_the_selected_keys_alone():
     assert not np.any(by_index)
 
 
-@pytest.mark.parametrize("count", [SELECTED, None])
+@pytest.mark.parametrize("count", [SELECTED, pytest.param(None, marks=pytest.mark.kernels)])
 def test_loss_and_its_gradient_equal_the_definition(monkeypatch, count):
     monkeypatch.setattr(sparsity.deepseek_sparse_attention, "CHUNK", 16)
     q, k, _, *indexer = arrays()
@@ -152,7 +152,12 @@ def test_cached_selection_equals_the_selection_of_a_sequence(dtype):
 
 @pytest.mark.parametrize(
     ("layout", "quantization", "q_heads"),
-    [("NHD", None, 4), ("HND", None, 4), ("packed", None, 2), ("HND", "int8_per_token_head", 4)],
+    [
+        ("NHD", None, 4),
+        pytest.param("HND", None, 4, marks=pytest.mark.kernels),
+        pytest.param("packed", None, 2, marks=pytest.mark.kernels),
+        pytest.param("HND", "int8_per_token_head", 4, marks=pytest.mark.kernels),
+    ],
 )
 def test_decode_reads_only_the_selected_tokens(monkeypatch, layout, quantization, q_heads):
     """A decode step equals the rows of a sequence, and loads no chunk of consecutive keys."""
