@@ -154,7 +154,7 @@ KERNELS = {
         compute_capabilities=SINCE_AMPERE, head_dims=(64, 128, 256), maxima={"query heads": 256}
     ),
     "add_norm": KernelSupport(compute_capabilities=SINCE_AMPERE, maxima={"elements per row": 16384}),
-    "grouped_matmul": KernelSupport(),
+    "grouped_matmul": KernelSupport(compute_capabilities=SINCE_AMPERE),
     "all_reduce": KernelSupport(),
 }
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.checks import forbid_kernel_derivative, require, require_axes, require_shape, unsupported
 from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, GroupedMatmulDims, multiply_tiles
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import why_not_grouped_matmul
+from pallas_kernels.support import kernel_architecture, why_not_grouped_matmul
 
 FIX = "Pass implementation='xla' to jattn.models.experts.Experts"
 
@@ -52,5 +52,7 @@ def grouped_matmul(
     if 0 in (rows, len(weights)):
         return jnp.zeros((rows, outputs), x.dtype)
     x, weights = forbid_kernel_derivative((x, weights), "grouped_matmul", FIX)
-    dims = GroupedMatmulDims(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
+    dims = GroupedMatmulDims(
+        inputs=inputs, outputs=outputs, outputs_first=outputs_first, gpu=kernel_architecture(weights)
+    )
     return multiply_tiles(x, weights, group_of_tile, dims=dims, interpret=interpret)

@@ -279,14 +279,21 @@ def copy_queries(q_s: Ref, query_g: Ref, *, head: HeadChunks) -> None:
 
 
 def _copy_queries_by_lanes(
-    _ctx: mgpu.LaunchContext, q_s: ir.Value, query_g: ir.Value, *, tile_q: int, head: HeadChunks
+    _ctx: mgpu.LaunchContext,
+    q_s: ir.Value,
+    query_g: ir.Value,
+    *,
+    tile_q: int,
+    head: HeadChunks,
+    has_barrier: bool = True,
 ) -> tuple[()]:
     (rows, *_), (stride, *_) = ir.MemRefType(query_g.type).shape, _byte_strides(query_g)
     tile = _SwizzledRows(q_s, tile_q, head, swizzle=128)
     lane, warp = lanes.lane_and_warp()
     unit, row_in_warp = tile.unit_and_row(lane)
     # Warps past the last row copy it again, and write the same bytes.
-    mgpu.warpgroup_barrier()  # no warp reads the shared memory any more
+    if has_barrier:
+        mgpu.warpgroup_barrier()  # no warp reads the shared memory any more
     for start in range(0, tile_q, WARPS * tile.rows_at_once):
         row = lanes.add(lanes.times(warp, tile.rows_at_once), row_in_warp, start)
         row = arith.minsi(row, lanes.const(tile_q - 1))
@@ -298,6 +305,25 @@ def _copy_queries_by_lanes(
         )
         tile.copy_row(row, unit, source, size)
     return ()
+
+
+# ------------------------------------------------------------------------------------- rows
+def _copy_rows(tile_s: Ref, rows_g: Ref) -> None:
+    tile_s[...] = rows_g[...]
+
+
+@with_fallback(_copy_rows)
+def copy_rows(tile_s: Ref, rows_g: Ref) -> None:
+    """Start to copy rows to a tile that no warp reads any more; the warps share the rows.
+
+    Args:
+        tile_s: Tile in SMEM, [rows, width] in 16 bits; width is a multiple of 64.
+        rows_g: Rows in global memory, [rows, width], each contiguous.
+    """
+    rows, width = tile_s.shape
+    head = HeadChunks(1, width, width, width, is_padded=False)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(2)), plgpu.RefType()), return_type=())
+    run(functools.partial(_copy_queries_by_lanes, tile_q=rows, head=head, has_barrier=False))(tile_s, rows_g)
 
 
 # ------------------------------------------------------------------------------------- groups

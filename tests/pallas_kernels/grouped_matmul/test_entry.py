@@ -9,6 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_matmul_reference
+from pallas_kernels.grouped_matmul.kernel import GroupedMatmulDims, num_mma_stages
+from pallas_kernels.support import ARCHITECTURES, target
 from tests import aot, assertions
 from tests.pallas_kernels.grouped_matmul import grouped_aot_cases
 
@@ -69,6 +71,37 @@ def test_each_tile_is_multiplied_by_its_groups_matrix(inputs, outputs, outputs_f
     np.testing.assert_array_equal(repeated[live], np.asarray(out.astype(jnp.float32))[live])
 
 
+WITHOUT_WGMMA = [gpu for gpu, architecture in ARCHITECTURES.items() if not architecture.has_wgmma]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "inputs", "outputs", "outputs_first"),
+    [
+        ("8.0", 320, 256, False),
+        ("8.6", 128, 192, True),
+        *(
+            pytest.param("8.6", *sizes, outputs_first, marks=pytest.mark.slow)
+            for sizes in SIZES
+            for outputs_first in (False, True)
+        ),
+    ],
+)
+def test_each_tile_is_multiplied_by_its_groups_matrix_without_wgmma(gpu, inputs, outputs, outputs_first):
+    with target(gpu):
+        problem = Problem(inputs, outputs, outputs_first=outputs_first)
+        problem.check(problem.run(plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.parametrize("gpu", WITHOUT_WGMMA)
+@pytest.mark.parametrize("outputs", [64, 2880, 5760, 2048, 1536])
+def test_stages_fit_shared_memory(gpu, outputs):
+    tile = GroupedMatmulDims(inputs=64, outputs=outputs, outputs_first=True, gpu=gpu).tile
+    smem_bytes = ARCHITECTURES[gpu].smem_bytes
+    stages = num_mma_stages(tile, smem_bytes)
+    assert 2 <= stages <= 4
+    assert stages * 64 * 2 * (TILE_ROWS + tile) <= smem_bytes - 1024
+
+
 def test_grouped_matmul_has_no_races():
     problem = Problem(320, 128, outputs_first=True)
     with assertions.assert_no_races(num_kernels=1):
@@ -84,16 +117,31 @@ def test_grouped_matmul_supports_float16():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("outputs_first", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (768, 2048), (2880, 2880), (2048, 1536)])
-def test_each_tile_is_multiplied_by_its_groups_matrix_on_a_gpu(inputs, outputs, outputs_first, dtype):
+@pytest.mark.parametrize("gpu", [None, "8.0", "8.6"])
+def test_each_tile_is_multiplied_by_its_groups_matrix_on_a_gpu(inputs, outputs, outputs_first, dtype, gpu):
     problem = Problem(inputs, outputs, outputs_first=outputs_first, dtype=dtype)
-    problem.check(problem.run())
-    assert jnp.array_equal(problem.run()[:TILE_ROWS], problem.run()[:TILE_ROWS])
+    with target(gpu):
+        problem.check(problem.run())
+        assert jnp.array_equal(problem.run()[:TILE_ROWS], problem.run()[:TILE_ROWS])
 
 
 def test_shipped_kernels_compile_without_spills():
+    check_spills([*grouped_aot_cases.aot_cases()], "9.0")
+
+
+def test_a_sample_compiles_without_spills_for_another_architecture():
+    check_spills(["qwen3_30b_a3b_down-bfloat16", "gpt_oss_20b_down-float16"], "8.6")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", WITHOUT_WGMMA)
+def test_all_shipped_kernels_compile_without_spills_for_other_architectures(gpu):
+    check_spills([*grouped_aot_cases.aot_cases()], gpu)
+
+
+def check_spills(names, gpu):
     aot.require_plugin()
-    names = [*grouped_aot_cases.aot_cases()]
-    for name, kernels in aot.compile_all(grouped_aot_cases.__name__, names).items():
+    for name, kernels in aot.compile_all(grouped_aot_cases.__name__, names, gpu).items():
         assert [kernel.spilled_bytes for kernel in kernels if "grouped_matmul" in kernel.name] == [0], name
 
 

@@ -318,16 +318,22 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
     runs = tiling.num_copies
     places = rng.integers(num_blocks, size=runs), rng.integers(max(block_size // 64, 1), size=runs), [1]
     places = jnp.asarray(np.concatenate(places), jnp.int32)
+    wide, window = jnp.asarray(drawn(16, 192, seed=4), jnp.bfloat16), (slice(None), pl.ds(64, 64))
     outs = (
         ((head.num_chunks, 64, head.width), cache.dtype),
         ((64,), f32),
         ((head.num_chunks, 8, head.width), query.dtype),
+        ((16, 64), wide.dtype),
     )
 
-    def body(cache_g, scale_g, query_g, places_g, tile_g, tile_scale_g, q_g, tile_s, scale_s, q_s):
+    def body(
+        cache_g, scale_g, query_g, places_g, wide_g, tile_g, tile_scale_g, q_g, rows_g, tile_s, scale_s, q_s,
+        rows_s,
+    ):  # fmt: skip
         blocks, indices = [[places_g[first + i] for i in range(runs)] for first in (0, runs)]
         where = blocks, indices, places_g[2 * runs]
         cp_async.copy_queries.on_gpu(q_s, query_g, head=head)
+        cp_async.copy_rows.on_gpu(rows_s, wide_g.at[window])
         cp_async.commit_copies.on_gpu()
         cp_async.copy_tile.on_gpu(tile_s, cache_g, *where, tiling=tiling)
         cp_async.release_to_warp.on_gpu()
@@ -336,25 +342,28 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         cp_async.wait_for_warp.on_gpu(num_pending=1)
         cp_async.wait_for_warpgroup.on_gpu(num_pending=0)
         plgpu.commit_smem()
-        for source, result in ((tile_s, tile_g), (scale_s, tile_scale_g), (q_s, q_g)):
+        for source, result in ((tile_s, tile_g), (scale_s, tile_scale_g), (q_s, q_g), (rows_s, rows_g)):
             plgpu.copy_smem_to_gmem(source, result)
         plgpu.wait_smem_to_gmem(0)
 
-    def fallback(cache, scale, query, places):
+    def fallback(cache, scale, query, places, wide):
         results = [jax.new_ref(jnp.zeros(shape, dtype)) for shape, dtype in outs]
         where = list(places[:runs]), list(places[runs : 2 * runs]), places[2 * runs]
         cp_async.copy_tile.fallback(results[0], jax.new_ref(cache), *where, tiling=tiling)
         cp_async.copy_token_scales.fallback(results[1], jax.new_ref(scale), *where)
         cp_async.copy_queries.fallback(results[2], jax.new_ref(query), head=head)
+        cp_async.copy_rows.fallback(results[3], jax.new_ref(wide[:, 64:128]))
         return tuple(result[...] for result in results)
 
     scratch = (
         swizzled_smem(outs[0][0], cache.dtype, width=head.width),
         plgpu.SMEM((64,), f32),
         swizzled_smem(outs[2][0], query.dtype),
+        swizzled_smem(outs[3][0], wide.dtype),
     )
     functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction)]
-    return Case((cache, scale, query, places), kernel(body, *outs, scratch=scratch), fallback, (*functions,))
+    arrays = cache, scale, query, places, wide
+    return Case(arrays, kernel(body, *outs, scratch=scratch), fallback, (*functions,))
 
 
 def all_cases() -> dict[str, Case]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ptx import cp_async
-from pallas_kernels.shared.memory import head_chunks, swizzle_bytes
+from pallas_kernels.shared.memory import HeadChunks, head_chunks, swizzle_bytes
 from pallas_kernels.shared.paged_kv import CacheTiling
 
 pytestmark = pytest.mark.usefixtures("types_unchecked")
@@ -176,3 +176,15 @@ def test_queries_past_the_last_row_are_zero(monkeypatch, rows, tile_q, head_dim)
         cp_async._copy_queries_by_lanes, Array(tile), Array(query), tile_q=tile_q, head=head
     )
     np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, 128))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(128, 64), (64, 128), (64, 64)])
+def test_a_window_of_a_matrix_is_copied_as_tma_would_write_it(monkeypatch, rows, width):
+    matrix = random_bytes((rows, 320), np.dtype(np.uint16))
+    window, tile = matrix[:, :width], np.zeros((rows, width), np.uint16)
+    machine = Machine(matrix.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    head = HeadChunks(1, width, width, width, is_padded=False)
+    static = {"tile_q": rows, "head": head, "has_barrier": False}
+    machine.run_warpgroup(cp_async._copy_queries_by_lanes, Array(tile), Array(window), **static)
+    np.testing.assert_array_equal(machine.smem, in_swizzled_memory(window.copy()[None], 128))
