@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jattn import masks
-from jattn.sparsity.plotting import coverage_image, plot
+from jattn.sparsity.plotting import coverage_image, plot, score_image
 from jattn.sparsity.tile_schedule import schedule
 
 MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.Sinks(16))
@@ -28,9 +28,22 @@ def test_mask_is_drawn_per_pair():
     assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
 
 
+def test_score_function_is_drawn_for_visible_pairs():
+    picture = score_image(
+        masks.Causal(), 3, lambda s, b, h, q, k: s + (10 * h + q - k).astype(s.dtype), num_q_heads=2
+    )
+    nan = np.nan
+    np.testing.assert_array_equal(picture[1], [[10, nan, nan], [11, 10, nan], [12, 11, 10]])
+    with pytest.raises(ValueError, match="num_q_heads can be passed for masks only"):
+        score_image(made(), None, lambda s, *_: s)
+
+
 @pytest.mark.kernels
 def test_plot_has_one_panel_per_head():
     pytest.importorskip("matplotlib")
+    figure = plot(MASK, 20, num_q_heads=2, score_mod=lambda s, b, h, q, k: s - (q - k).astype(s.dtype))
+    assert [axis.get_title() for axis in figure.axes] == ["head 0", "head 1", ""]  # and the color bar
+    assert figure.axes[1].images[0].get_clim() == (-19, 0)
     for figure in (plot(MASK, 20, num_q_heads=2), plot(made())):
         assert [axis.get_title() for axis in figure.axes] == ["head 0", "head 1"]
         assert figure.axes[0].images[0].get_array().max() == 2
