@@ -155,7 +155,8 @@ KERNELS = {
     ),
     "add_norm": KernelSupport(compute_capabilities=SINCE_AMPERE, maxima={"elements per row": 16384}),
     "grouped_matmul": KernelSupport(compute_capabilities=SINCE_AMPERE),
-    "all_reduce": KernelSupport(),
+    # Up to 128 thread blocks wait for each other and must run at the same time, one per SM.
+    "all_reduce": KernelSupport(compute_capabilities=("9.0", "10.0", "10.3")),
 }
 
 

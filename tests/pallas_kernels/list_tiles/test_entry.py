@@ -13,8 +13,10 @@ from pallas_kernels.list_tiles import (
     list_tiles,
 )
 from pallas_kernels.ptx.list_tiles import list_tiles as kernel
+from pallas_kernels.support import ARCHITECTURES
 from tests import aot
 
+OTHER_GPUS = sorted(set(ARCHITECTURES) - {"9.0"})
 # Lists, tiles, blocks of queries: words that are not full, 16 bits a tile, warps without a list, one warp.
 SHAPES = [(1, 1, 0), (13, 129, 3), (5, 300, 7), (9, 2048, MAX_QUERY_BLOCKS), (2049, 70, 1), (64, 8192, 0)]
 
@@ -86,8 +88,9 @@ def aot_cases():
     }
 
 
-def test_shipped_kernels_compile_without_spills():
+@pytest.mark.parametrize("gpu", ["9.0", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHER_GPUS)])
+def test_shipped_kernels_compile_without_spills(gpu):
     aot.require_plugin()
-    reports = aot.compile_all("tests.pallas_kernels.list_tiles.test_entry", list(aot_cases()))
+    reports = aot.compile_all("tests.pallas_kernels.list_tiles.test_entry", list(aot_cases()), gpu)
     for name, kernels in reports.items():
         assert [kernel.spilled_bytes for kernel in kernels] == [0], name
