@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,7 +29,7 @@ class Step:
     alibi_slopes: np.ndarray | None = None
     mask: Callable[[int, int, int, int], bool] | None = None  # (request, head, i, j): on top of the spec
     seen: list[np.ndarray] | None = None  # bool [q_heads, query_len, seq_len]: instead of spec and mask
-    score_mod: Callable[..., np.ndarray] | None = None  # (scores, request, head, i, j): the new scores
+    score_mod: Any = None  # (scores, request, head, i, j): the new scores; `derivative`: by the scores
 
     def sees_all(self, spec, r: int, head: int) -> np.ndarray:
         """Return which keys each query of request r attends to: bool [query_len, seq_len]."""
@@ -80,11 +80,8 @@ def bias(spec, slope: float, i: int, j: np.ndarray) -> np.ndarray:
     return slope * (j - i)
 
 
-def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the softmax weights [queries, keys] and the log-sum-exps [queries] of head h of request r.
-
-    A row that attends to neither a key nor a sink has zeros and -inf.
-    """
+def biased_scores(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, int, int, np.ndarray, np.ndarray]:
+    """Return the arguments of `Step.score_mod` for head h of request r."""
     q, k = step.q[r][:, h], step.k[r][:, h // spec.q_heads_per_kv_head]
     positions, j = len(k) - len(q) + np.arange(len(q))[:, None], np.arange(len(k))[None, :]
     s = q @ k.T * spec.softmax_scale
@@ -92,8 +89,18 @@ def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
         s = spec.soft_cap * np.tanh(s / spec.soft_cap)
     if step.alibi_slopes is not None:
         s = s + bias(spec, step.alibi_slopes[h], positions, j)
+    return s, r, h, positions, j
+
+
+def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the softmax weights [queries, keys] and the log-sum-exps [queries] of head h of request r.
+
+    A row that attends to neither a key nor a sink has zeros and -inf.
+    """
+    q, k = step.q[r], step.k[r]
+    s, *pairs = biased_scores(spec, step, r, h)
     if step.score_mod is not None:
-        s = step.score_mod(s, r, h, positions, j)
+        s = step.score_mod(s, *pairs)
     s = np.where(step.sees_all(spec, r, h), s, -np.inf)
     has_sink = step.sinks is not None and len(k) > 0
     sink = step.sinks[h] if has_sink else -np.inf

@@ -67,6 +67,9 @@ def _gradients(problem: AttentionProblem, loss_weights: LossWeights, rounded) ->
                 sink_prob = np.exp(step.sinks[h] - lse)
                 sinks[h] += (sink_prob * (w_lse - mean[:, 0])).sum()
                 sink_variance[h] += (sink_prob**2 * spread).sum()
+            if step.score_mod is not None:
+                derivative = step.score_mod.derivative(*oracle.biased_scores(spec, step, r, h))
+                grad_scores = np.where(probs > 0, grad_scores * derivative, 0.0)
             if step.alibi_slopes is not None:
                 i = len(step.k[r]) - len(w) + np.arange(len(w))[:, None]
                 bias_of_unit_slope = oracle.bias(spec, 1.0, i, np.arange(len(step.k[r]))[None, :])

@@ -50,16 +50,24 @@ def score_mod(function):
     return jattn.ScoreMod(function, *map(jnp.asarray, ARRAYS[function]))
 
 
-def definition(function):
-    """Return the function (scores, request, head, i, j) in float64."""
+class Definition:
+    """The function of (scores, request, head, i, j) in float64, and its derivative by the scores."""
 
-    def new_scores(scores, request, head, i, j):
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *pairs):
+        return self._vectorized(self.function, *pairs)
+
+    def derivative(self, *pairs):
+        return self._vectorized(jax.grad(self.function), *pairs)
+
+    def _vectorized(self, function, scores, request, head, i, j):
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             arrays = [
-                jnp.asarray(x, jnp.float64 if x.dtype == np.float32 else x.dtype) for x in ARRAYS[function]
+                jnp.asarray(x, jnp.float64 if x.dtype == np.float32 else x.dtype)
+                for x in ARRAYS[self.function]
             ]
             i, j = (jnp.asarray(np.broadcast_to(x, scores.shape), jnp.int32) for x in (i, j))
             one = lambda score, i, j: function(score, jnp.int32(request), jnp.int32(head), i, j, *arrays)
             return np.asarray(jnp.vectorize(one)(jnp.asarray(scores, jnp.float64), i, j))
-
-    return new_scores

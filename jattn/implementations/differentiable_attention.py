@@ -152,6 +152,7 @@ class _Residuals(NamedTuple):
         out: Output.
         lse: Log-sum-exp.
         needs_slope_gradient: () if ALiBi slopes need a gradient, else None: pytrees without leaves.
+        needs_score_mod_gradient: The same of the arrays of the score function.
     """
 
     inputs: Inputs
@@ -160,6 +161,7 @@ class _Residuals(NamedTuple):
     out: Array
     lse: Array
     needs_slope_gradient: tuple[()] | None
+    needs_score_mod_gradient: tuple[()] | None
 
 
 def _forward(
@@ -168,11 +170,14 @@ def _forward(
     """Run the forward pass; each array is a CustomVJPPrimal."""
     slopes: Any = inputs.alibi_slopes
     needs_slope_gradient = () if slopes is not None and slopes.perturbed else None
+    mod_arrays: Any = () if inputs.score_mod is None else inputs.score_mod.arrays
+    needs_score_mod_gradient = () if any(array.perturbed for array in mod_arrays) else None
     inputs, context = jax.tree.map(lambda primal: primal.value, (inputs, context))
     inputs = reject_second_derivative(inputs)
     out, lse = _attend(spec, choice, True, inputs, context)
     assert lse is not None
-    residuals = _Residuals(inputs, context.metadata, context.mask, out, lse, needs_slope_gradient)
+    needs = (needs_slope_gradient, needs_score_mod_gradient)
+    residuals = _Residuals(inputs, context.metadata, context.mask, out, lse, *needs)
     return (out, lse if return_lse else None), residuals
 
 
@@ -183,14 +188,19 @@ def _backward(
     residuals: _Residuals,
     grads: tuple[Any, Any],
 ) -> tuple[Inputs, None]:
-    inputs, metadata, mask, out, lse, needs_slope_gradient = residuals
+    inputs, metadata, mask, out, lse, needs_slope_gradient, needs_score_mod_gradient = residuals
     grad_out = jnp.zeros_like(out) if isinstance(grads[0], SymbolicZero) else grads[0]
     grad_lse = None if isinstance(grads[1], SymbolicZero) else grads[1]
     inputs, out, lse, grad_out, grad_lse = reject_second_derivative((inputs, out, lse, grad_out, grad_lse))
     (query, kv, sinks, slopes, score_mod), outputs = inputs, xla.OutputGradients(out, lse, grad_out, grad_lse)
     grad_score_mod: Any = None
     if choice.kernel is None or not _has_backward_kernel(
-        spec, choice, inputs, mask, needs_slope_gradient=needs_slope_gradient is not None
+        spec,
+        choice,
+        inputs,
+        mask,
+        needs_slope_gradient=needs_slope_gradient is not None,
+        needs_score_mod_gradient=needs_score_mod_gradient is not None,
     ):
         args = xla.AttentionArgs(kv, metadata, spec, mask, sinks, slopes, score_mod)
         grad_query, grad_k, grad_v, grad_sinks, grad_slopes, grad_arrays = xla.gradients(query, args, outputs)
@@ -208,7 +218,11 @@ def _backward(
             grad_lse=grad_lse,
             mask=mask,
             alibi_slopes=slopes,
+            score_mod=score_mod,
         )
+        if score_mod is not None:
+            zeros = map(jnp.zeros_like, score_mod.float_arrays)
+            grad_score_mod = score_mod.with_arrays(zeros, itertools.repeat(None))
         grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, outputs, metadata)
         grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
     grad_kv: Any = replace(kv, k=grad_k, v=grad_v, kv_start_loc=None)
@@ -225,6 +239,7 @@ def _has_backward_kernel(
     mask: Mask | None,
     *,
     needs_slope_gradient: bool,
+    needs_score_mod_gradient: bool,
 ) -> bool:
     """Return whether a kernel computes the gradients; if not, XLA does.
 
@@ -238,7 +253,7 @@ def _has_backward_kernel(
         mask,
         is_in_order=inputs.kv.is_in_order,
         needs_slope_gradient=needs_slope_gradient,
-        has_score_mod=inputs.score_mod is not None,
+        needs_score_mod_gradient=needs_score_mod_gradient,
     )
     if reason is None:
         return True

@@ -79,7 +79,7 @@ class DkDvMainloop:
         self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
         self.spec = spec
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.dout_stages, wg]
-        self.scores = DkDvScores(inputs.mask, columns_s, wg, spec)
+        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, wg, spec)
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the thread block."""

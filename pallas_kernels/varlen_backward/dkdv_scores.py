@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.score_mod import KernelScoreMod, PairValue, ScoreTile
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
@@ -29,6 +30,22 @@ def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
         return s * (score.scale * LOG2E), None
     tanh = jnp.tanh(s * (score.scale / score.soft_cap))
     return tanh * (score.soft_cap * LOG2E), tanh
+
+
+def apply_score_mod(score_mod: KernelScoreMod, y: Tile, tile: ScoreTile) -> tuple[Tile, Tile]:
+    """Return the new scores times log2(e) of scores times log2(e), and the derivatives."""
+    new_scores, derivative = score_mod.apply_with_derivative(y * (1 / LOG2E), tile)
+    return new_scores * LOG2E, derivative
+
+
+def score_weight(p: Tile, tanh: Tile | None, derivative: Tile | None) -> Tile:
+    """Return the probabilities times the derivatives of the soft cap and of the score function.
+
+    A pair with a probability of 0 has a weight of 0: a score function may be infinite or NaN there.
+    """
+    # One product of the factors, because registers are scarce.
+    weight = p if tanh is None else p * (1.0 - tanh * tanh)
+    return weight if derivative is None else jnp.where(p > 0.0, weight * derivative, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +117,7 @@ class TileProbabilities(NamedTuple):
 
     Attributes:
         p: Probabilities in 16 bits.
-        weight: Probabilities in f32, times the derivative of the soft cap.
+        weight: Probabilities in f32, times the derivatives of the soft cap and the score function.
         is_masked: Whether the tile needs a mask. Static.
     """
 
@@ -112,16 +129,25 @@ class TileProbabilities(NamedTuple):
 class DkDvScores:
     """Functions that compute the probabilities and score gradients of one warpgroup."""
 
-    def __init__(self, mask: KernelMask | None, columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+    def __init__(
+        self,
+        mask: KernelMask | None,
+        score_mod: KernelScoreMod | None,
+        columns_s: Ref,
+        wg: Scalar,
+        spec: BackwardSpec,
+    ):
         """Create the functions of a warpgroup.
 
         Args:
             mask: Mask of partial tiles, with references to its arrays, or None.
+            score_mod: Score function, with references to its arrays, or None.
             columns_s: Shared memory for the indices of the queries within a tile, f32 [tile_q].
             wg: Index of the warpgroup.
             spec: Static description of the kernel.
         """
-        self.mask, self.columns_s, self.wg, self.spec = mask, columns_s, wg, spec
+        self.mask, self.score_mod = mask, score_mod
+        self.columns_s, self.wg, self.spec = columns_s, wg, spec
 
     def store_columns(self) -> None:
         """Store the column indices in shared memory."""
@@ -143,7 +169,7 @@ class DkDvScores:
         products that were issued before it.
         """
         stats = plgpu.load(stats_s.at[index], layout=COLUMN, optimized=False)
-        if index or tile.slope is None or self.spec.score.sqrt_alibi:
+        if index or tile.slope is None or self.spec.score.sqrt_alibi or self.score_mod is not None:
             return stats
         # The query's part of a linear ALiBi bias, -slope * column, is subtracted together with the LSE.
         return stats + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
@@ -160,22 +186,29 @@ class DkDvScores:
         y, tanh = apply_soft_cap(s, self.spec.score)
         if tile.slope is not None:
             y = self._add_alibi(y, tile, tile.slope)
+        derivative = None
+        if self.score_mod is not None:
+            y, derivative = apply_score_mod(self.score_mod, y, self._score_tile(tile))
         y = y - self._broadcast_columns(lse)
         p = jnp.exp2(self._masked(y, tile, loaded) if tile.is_masked else y)
-        # One product of both factors, not p and the cap's derivative: registers are scarce.
-        weight = p if tanh is None else p * (1.0 - tanh * tanh)
+        weight = score_weight(p, tanh, derivative)
         return TileProbabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
 
     def gradients(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
         """Return dS without the softmax scale; `delta` comes from `row_stats` with index 1."""
         ds = probabilities.weight * (dp - self._broadcast_columns(delta))
-        return jnp.where(probabilities.weight > 0.0, ds, 0.0) if probabilities.is_masked else ds
+        if not probabilities.is_masked:
+            return ds
+        # A score function's derivative may be negative.
+        weight = probabilities.weight
+        return jnp.where(weight > 0.0 if self.score_mod is None else weight != 0.0, ds, 0.0)
 
     def _add_alibi(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
-        """Add the ALiBi bias; the query's part of a linear bias is in the LSE."""
+        """Add the ALiBi bias; without a score function, the query's part of a linear bias is in the LSE."""
         first = self._positions(tile) - tile.work_tile.position(tile.tile_index)
         if not self.spec.score.sqrt_alibi:
-            return y + self._broadcast_rows(first.astype(f32) * slope)
+            y = y + self._broadcast_rows(first.astype(f32) * slope)
+            return y if self.score_mod is None else y - self._columns() * slope
         distances = jnp.maximum(self._columns() - self._broadcast_rows(first.astype(f32)), 0.0)
         return y - jnp.sqrt(distances) * slope
 
@@ -209,6 +242,22 @@ class DkDvScores:
             columns=self._columns,
             shape=self.spec.s_shape,
             interpret=self.spec.interpret,
+        )
+
+    def _score_tile(self, tile: QueryTile) -> ScoreTile:
+        """Return the pairs of the tile as a score function takes them."""
+
+        def query() -> PairValue:
+            columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
+            return PairValue(columns + tile.work_tile.position(tile.tile_index), (1,))
+
+        return ScoreTile(
+            shape=self.spec.s_shape,
+            request=tile.work_tile["req"],
+            head=lambda: PairValue(tile.head, ()),
+            query=query,
+            key=lambda: PairValue(self._positions(tile), (0,)),
+            is_interpreted=self.spec.is_interpreted,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:

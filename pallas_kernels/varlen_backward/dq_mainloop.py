@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
-from pallas_kernels.varlen_backward.dkdv_scores import apply_soft_cap
+from pallas_kernels.varlen_backward.dkdv_scores import apply_score_mod, apply_soft_cap, score_weight
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_backward.spec import ROW
@@ -64,6 +64,7 @@ class DqMainloop:
         # dQ multiplies keys, as P V multiplies values: a gradient of 0 does not hide their NaNs.
         self.keys = ValueTiles(self.pipeline.keys, self.pipeline, spec)
         self.masking = Masking(inputs.attention.mask, self.columns, spec)
+        self.score_mod = inputs.attention.score_mod
 
     def columns(self) -> Tile:
         """Return the index of each key within its tile, f32."""
@@ -354,27 +355,36 @@ class DqMainloop:
         return RowStats(lse, delta)
 
     def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
-        """Return the probabilities of Q K^T times the derivative of the soft cap; invisible pairs are 0."""
+        """Return the probabilities of Q K^T times the derivatives of the scores; invisible pairs are 0."""
         y, tanh = apply_soft_cap(s, self.spec.score)
         lse = row_stats.lse
         if tile.rows.slope is not None:
             y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
+        derivative = None
+        if self.score_mod is not None:
+            y, derivative = apply_score_mod(self.score_mod, y, tile.score_tile())
         p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
-        return p if tanh is None else p * (1.0 - tanh * tanh)
+        return score_weight(p, tanh, derivative)
 
     def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
         """Return dS without the scale; dP may be NaN for invisible keys."""
         ds = weights * (dp - self._broadcast_rows(row_stats.delta))
-        return ds if tile.masked_ends is MaskedEnds.NONE else jnp.where(weights > 0.0, ds, 0.0)
+        if tile.masked_ends is MaskedEnds.NONE:
+            return ds
+        # A score function's derivative may be negative.
+        return jnp.where(weights > 0.0 if self.score_mod is None else weights != 0.0, ds, 0.0)
 
     def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
-        """Add the ALiBi bias; the row's part of a linear bias goes into the LSE."""
+        """Add the ALiBi bias; without a score function, the row's part of a linear bias goes into the LSE."""
         distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
         if self.spec.score.sqrt_alibi:
             return y - jnp.sqrt(
                 jnp.maximum(self._broadcast_rows(distance) - self.columns(), 0.0)
             ) * slope, lse
-        return y + self.columns() * slope, lse + distance * slope
+        y = y + self.columns() * slope
+        if self.score_mod is not None:
+            return y - self._broadcast_rows(distance * slope), lse
+        return y, lse + distance * slope
 
     def _broadcast_rows(self, x: Rows) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

@@ -17,6 +17,7 @@ from pallas_kernels.checks import (
     require_built_for,
     require_shape,
 )
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import ALIGN, PANEL, head_chunks, pad_tokens, split_tail
 from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
@@ -49,6 +50,7 @@ def varlen_backward(
     score: Score,
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
+    score_mod: KernelScoreMod | None = None,
     schedule: BackwardSchedule | None = None,
     lists: BackwardTileLists | None = None,
     mask: BackwardMask | None = None,
@@ -76,6 +78,8 @@ def varlen_backward(
         score: Scale, soft cap, causality, window and chunk size. Static.
         grad_lse: Gradient of the log-sum-exp; None for 0.
         alibi_slopes: ALiBi slope of each head.
+        score_mod: Score function of varlen_prefill. Static except for its arrays, whose gradients are not
+            computed.
         schedule: Result of make_schedule for the same lengths, score and sizes; None to build it here.
         lists: Lists of the query tiles that attend to each key tile, for the call's schedule; None for all
             tiles. All queries and keys of the tiles in the lists must be finite, even if the mask hides them.
@@ -112,8 +116,8 @@ def varlen_backward(
     named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
     dtypes = {name: array.dtype for name, array in named.items()}
     check_supported("varlen_backward", why_not_backward(dtypes=dtypes, head_dim=head_dim))
-    arrays = query, key, value, out, lse, grad_out, grad_lse, alibi_slopes
-    query, key, value, out, lse, grad_out, grad_lse, alibi_slopes = forbid_kernel_derivative(
+    arrays = query, key, value, out, lse, grad_out, grad_lse, alibi_slopes, score_mod
+    query, key, value, out, lse, grad_out, grad_lse, alibi_slopes, score_mod = forbid_kernel_derivative(
         arrays, "varlen_backward", "Call attend with implementation='reference'"
     )
     if 0 in (tokens, kv_tokens, reqs):
@@ -173,6 +177,7 @@ def varlen_backward(
         slopes=in_log2(alibi_slopes),
         schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
         mask=None if mask is None else mask.dkdv_mask,
+        score_mod=score_mod,
         dq=dq_sum,
     )
 
@@ -200,7 +205,7 @@ def varlen_backward(
         )
         dq_spec = PrefillSpec(
             shape=shape, score=score, sizes=sizes.dq_sizes, dtype=spec.dtype,
-            has_lists=spec.has_lists, has_alibi=spec.has_alibi,
+            has_lists=spec.has_lists, has_alibi=spec.has_alibi, has_score_mod=score_mod is not None,
             returns_lse=False, interpret=interpret,
         )  # fmt: skip
 
@@ -212,6 +217,7 @@ def varlen_backward(
             sinks=None,
             schedule=schedule_refs(schedule.dq_schedule, None if lists is None else lists.dq_lists),
             mask=None if mask is None else mask.dq_mask,
+            score_mod=score_mod,
         )
         dq_out = head.split_rows(split_tail(out, sizes.tile_q)) if sizes.fuses_delta else None
         dq_inputs = DqInputs(attention, head.split_rows(dout_rows), inputs.row_stats, dq_out)

@@ -6,6 +6,7 @@ elements of a head, or 64 rows.
 
 from typing import NamedTuple
 
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.types import Barriers, Ref
 from pallas_kernels.varlen_prefill import KernelMask
@@ -49,6 +50,7 @@ class DkDvInputs(NamedTuple):
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         schedule: Work tiles, built by make_schedule.
         mask: Mask of the partial tiles of the tile lists, or None.
+        score_mod: Score function, or None.
         dq: Reference f32 [q_heads, panels, rows, 64]. The kernel adds dq without the softmax scale to it.
             None if the dq kernel computes dq.
     """
@@ -61,6 +63,7 @@ class DkDvInputs(NamedTuple):
     slopes: Ref
     schedule: DkDvScheduleRefs
     mask: KernelMask | None
+    score_mod: KernelScoreMod | None
     dq: Ref
 
 

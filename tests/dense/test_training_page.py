@@ -11,6 +11,7 @@ import pytest
 import jattn
 from jattn import masks
 from tests.dense.test_training import as_on_a_gpu
+from tests.score_functions import relative
 
 pytestmark = pytest.mark.kernels
 
@@ -18,6 +19,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "training.md"
 ROW = r"^\| .*?`(.+)` \| (q, k, v.*?) \| (kernel|XLA) \| (kernel|XLA) \|$"
 ROWS = re.findall(ROW, PAGE.read_text(), flags=re.MULTILINE)
 TOKENS = 256
+TABLE = jnp.ones((4, 33))
 NAMES = vars(masks) | {
     "jnp": jnp,
     "ids": jnp.arange(TOKENS) // 100,
@@ -25,6 +27,8 @@ NAMES = vars(masks) | {
     "blocks": jnp.ones((4, TOKENS, TOKENS), bool),
     "columns": jnp.zeros((4, 3), jnp.int32),
     "slashes": jnp.zeros((4, 3), jnp.int32),
+    "ScoreMod": jattn.ScoreMod,
+    "relative_bias": relative,
 }
 
 
@@ -52,10 +56,10 @@ def test_row_names_the_implementations_that_are_used(code, trained, forward, bac
         out = jattn.attention(arguments["q"], arguments["k"], arguments["v"], **options)
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
 
-    sizes = options_of(code, dict.fromkeys(("sinks", "slopes")))
+    sizes = options_of(code, dict.fromkeys(("sinks", "slopes")) | {"table": TABLE})
     shape, dtype = (TOKENS, 2, sizes.get("head_dim", 64)), sizes.get("dtype", jnp.bfloat16)
     arrays = {name: jnp.ones(shape, dtype) for name in "kv"} | {"q": jnp.ones((TOKENS, 4, shape[-1]), dtype)}
-    arrays |= {"sinks": jnp.ones(4), "slopes": jnp.ones(4)}
+    arrays |= {"sinks": jnp.ones(4), "slopes": jnp.ones(4), "table": TABLE}
     names = trained.split(", ")
     split = {name: arrays.pop(name) for name in names}
     with as_on_a_gpu() as called, warnings.catch_warnings():

@@ -20,6 +20,7 @@ from jattn.implementations.mosaic_gpu.tile_lists import (
     why_not_backward_lists,
 )
 from jattn.masks import Mask
+from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
@@ -33,7 +34,7 @@ def why_not_gradients(
     *,
     is_in_order: bool,
     needs_slope_gradient: bool,
-    has_score_mod: bool,
+    needs_score_mod_gradient: bool,
 ) -> str | None:
     """Return why varlen_backward does not support a region, from static facts alone; None if it does.
 
@@ -43,7 +44,7 @@ def why_not_gradients(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         is_in_order: Whether the rows' keys are stored one row after another from the first key on.
         needs_slope_gradient: Whether a gradient of the ALiBi slopes is required.
-        has_score_mod: Whether the layer has a score function.
+        needs_score_mod_gradient: Whether a gradient of the score function's arrays is required.
     """
     reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
@@ -52,8 +53,8 @@ def why_not_gradients(
         return "gradients over packed keys require PackedKV(is_in_order=True)"
     if needs_slope_gradient:
         return "there is no kernel for the gradient of ALiBi slopes"
-    if has_score_mod:
-        return "there is no kernel for the gradients of score functions"
+    if needs_score_mod_gradient:
+        return "there is no kernel for the gradients of a score function's arrays"
     if mask is None:
         return None
     sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
@@ -72,6 +73,7 @@ def gradients(
     grad_lse: Float[Array, "q_heads tokens"] | None,
     mask: Mask | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
+    score_mod: ScoreMod | None,
     interpret: Interpret = None,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of queries, keys and values; the gradient of sinks needs no kernel.
@@ -87,10 +89,12 @@ def gradients(
         grad_lse: Gradient of lse; None is 0.
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         alibi_slopes: ALiBi slope per head.
+        score_mod: Score function of the layer; None: none.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
     columns = None
-    if mask is not None and gathers_columns(mask, spec) and alibi_slopes is None:
+    is_positional = alibi_slopes is not None or score_mod is not None
+    if mask is not None and gathers_columns(mask, spec) and not is_positional:
         columns, mask = mask.split_gathered()
     dq, dk, dv = _call_kernel(
         query,
@@ -103,6 +107,7 @@ def gradients(
         grad_lse=grad_lse,
         mask=mask,
         alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
         interpret=interpret,
     )
     if columns is None:
@@ -120,6 +125,7 @@ def gradients(
         grad_lse=grad_lse,
         mask=columns,
         alibi_slopes=None,
+        score_mod=None,
         interpret=interpret,
     )
     dq = (dq.astype(jnp.float32) + gathered_dq.astype(jnp.float32)).astype(dq.dtype)
@@ -140,6 +146,7 @@ def _call_kernel(
     grad_lse: Array | None,
     mask: Mask | None,
     alibi_slopes: Array | None,
+    score_mod: ScoreMod | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
     """Call varlen_backward once."""
@@ -165,4 +172,5 @@ def _call_kernel(
         query, kv.k, kv.v, out, lse, grad_out,
         **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
         deterministic=spec.deterministic, sizes=sizes, interpret=interpret, lists=lists, mask=pair_mask,
+        score_mod=None if score_mod is None else score_mod.for_kernels(),
     )  # fmt: skip

@@ -10,13 +10,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.implementations import mosaic_gpu
-from tests import score_functions
+from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.regions import kernel_for
 from tests.score_functions import gained, hiding, relative, scaled
 
 pytestmark = pytest.mark.kernels
 SLOW = pytest.mark.slow
+GRADIENTS = {"query_lens": [20, 70], "seq_lens": [30, 90]}
 PREFILL = {"query_lens": [20, 70], "seq_lens": [30, 190]}
 DECODE = {"query_lens": [1, 1], "seq_lens": [33, 170]}
 SPECULATIVE = {"query_lens": [3, 3], "seq_lens": [33, 170], "decode_query_len": 3}
@@ -29,28 +30,17 @@ def standard_promotion():
         yield
 
 
-def check(function, lens, *, kv, spec=None, mask=None, **setting):
-    """Compare a step with one region with the definition."""
+def problem_of(function, lens, *, kv, spec=None, **setting):
     heads = {"num_q_heads": score_functions.Q_HEADS, "num_kv_heads": 2, "head_dim": 64}
+    definition = score_functions.Definition(function)
     problem = AttentionProblem(
         Setting(
             spec=jattn.AttentionSpec(**heads | (spec or {})), kv=kv, dtype="bfloat16",
-            score_mod=score_functions.definition(function), **lens, **setting,
+            score_mod=definition, **lens, **setting,
         )
     )  # fmt: skip
-    modifiers = {
-        name: None if x is None else jnp.asarray(x, jnp.float32)
-        for name, x in (("sinks", problem.sinks), ("alibi_slopes", problem.slopes))
-    }
-    query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
-    kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
-    sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
-    run = functools.partial(
-        mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
-        kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
-    )  # fmt: skip
-    out, lse = jax.jit(run)(query, problem.kv, problem.metadata)
-    problem.check(out, lse)
+    as_array = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
+    return problem, {"sinks": as_array(problem.sinks), "alibi_slopes": as_array(problem.slopes)}
 
 
 @pytest.mark.parametrize(
@@ -69,4 +59,38 @@ def check(function, lens, *, kv, spec=None, mask=None, **setting):
     ],
 )  # fmt: skip
 def test_kernels_equal_the_definition(function, lens, options):
-    check(function, lens, **options)
+    mask = options.get("mask")
+    problem, modifiers = problem_of(function, lens, **{k: v for k, v in options.items() if k != "mask"})
+    query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
+    kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
+    sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
+    run = functools.partial(
+        mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
+        kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
+    )  # fmt: skip
+    problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        pytest.param(gained, {"spec": {"soft_cap": 5.0}}),
+        pytest.param(scaled, {"spec": {"window": (50, None), "deterministic": True}}, marks=SLOW),
+        pytest.param(relative, {"has_alibi": True, "spec": {"causal": False}}, marks=SLOW),
+        pytest.param(relative, {"has_alibi": True, "spec": {"deterministic": True}}, marks=SLOW),
+        pytest.param(hiding, {"has_sinks": True}, marks=SLOW),
+        pytest.param(hiding, {"spec": {"deterministic": True}}, marks=SLOW),
+    ],
+)  # fmt: skip
+def test_gradients_equal_the_definition(function, options):
+    problem, modifiers = problem_of(function, GRADIENTS, kv="no_cache", **options)
+    loss_weights = oracle_gradients.draw_weights(problem)
+    outs, lses = oracle.attention(problem.spec, problem.step)
+    run = functools.partial(
+        mosaic_gpu.gradients, spec=problem.spec, mask=None, alibi_slopes=modifiers["alibi_slopes"],
+        score_mod=score_functions.score_mod(function), interpret=plgpu.InterpretGPUParams(),
+        out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
+        grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
+    )  # fmt: skip
+    grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
+    oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))

@@ -17,8 +17,10 @@ from pallas_kernels.score_mod import (
     why_no_kernel,
 )
 from pallas_kernels.score_mod.operations import OPERATIONS
-from tests.pallas_kernels.score_mod.prefill_with_score_mod_aot_cases import (
+from tests import aot
+from tests.pallas_kernels.score_mod.score_mod_aot_cases import (
     TABLES,
+    aot_cases,
     every_lookup,
     every_operation,
 )
@@ -196,3 +198,14 @@ def test_functions_with_their_derivatives_lower_for_a_gpu(function, tables):
     run = jax.jit(lambda scores, arrays: kernel(scores, make(arrays)))
     lowered = run.trace(jax.ShapeDtypeStruct(SHAPE, jnp.float32), arrays).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_kernels_with_score_functions_compile():
+    aot.require_plugin()
+    compiled = aot.compile_all("tests.pallas_kernels.score_mod.score_mod_aot_cases", list(aot_cases()))
+    names = {
+        kernel.name.removesuffix("_mosaic_gpu_kernel") for kernels in compiled.values() for kernel in kernels
+    }
+    assert names >= {"varlen_prefill", "paged_decode", "varlen_backward", "varlen_backward_queries"}

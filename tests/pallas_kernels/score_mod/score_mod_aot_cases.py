@@ -1,13 +1,16 @@
-"""Prefill kernels with score functions, to compile ahead of time."""
+"""Kernels with score functions, to compile ahead of time."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+import jattn
 from pallas_kernels.score_mod import KernelScoreMod, ScoreFunction, TableType
 from tests.pallas_kernels.varlen_prefill import prefill_aot_cases
+from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import abstract_metadata
 
 Q_HEADS = 32
 TABLES = (
@@ -61,36 +64,62 @@ def every_operation(score, batch, head, q_idx, kv_idx):
 SCORE_MODS = {"lookups": (every_lookup, TABLES), "operations": (every_operation, ())}
 
 
-def score_mod_arrays(name):
-    """Return the function and the abstract arrays of one of SCORE_MODS."""
+def prefill_case(name, *args, **options):
+    """Return a case of prefill_aot_cases with one of SCORE_MODS."""
     function, tables = SCORE_MODS[name]
-    arrays = [jax.ShapeDtypeStruct(table.shape, table.dtype) for table in tables]
-    return lambda arrays: KernelScoreMod.of(ScoreFunction(function, tables), arrays, 1), arrays
-
-
-def case(name, *args, **options):
-    """Return a case of prefill_aot_cases with a score function."""
-    make, tables = score_mod_arrays(name)
     run, (arrays,) = prefill_aot_cases.case(*args, **options)
 
-    def run_with_score_mod(arrays, tables):
-        return run({**arrays, "score_mod": make(tables)})
+    def run_with_score_mod(arrays, tables_in):
+        return run({**arrays, "score_mod": KernelScoreMod.of(ScoreFunction(function, tables), tables_in, 1)})
 
-    return run_with_score_mod, (arrays, tables)
+    return run_with_score_mod, (arrays, abstract(tables))
+
+
+def abstract(tables):
+    return [jax.ShapeDtypeStruct(table.shape, table.dtype) for table in tables]
+
+
+def step_case(head_dim, *, group):
+    """Return a step of decodes and prompts."""
+    sizes = {"num_kv_heads": Q_HEADS // group, "head_dim": head_dim}
+    spec = jattn.AttentionSpec(num_q_heads=Q_HEADS, **sizes)
+    bucket = jattn.Bucket(max_decodes=8, max_prefills=2, max_prefill_tokens=4000, max_blocks=32)
+    cache_spec = jattn.CacheSpec(num_blocks=64, block_size=16, **sizes)
+    cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
+    query = jax.ShapeDtypeStruct((bucket.max_tokens, Q_HEADS, head_dim), jnp.bfloat16)
+
+    def run(query, cache, metadata, tables):
+        mod = jattn.ScoreMod(every_lookup, *tables)
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
+            return jattn.attend(query, cache, metadata, spec, score_mod=mod, implementation="mosaic_gpu")
+
+    return run, (query, cache, abstract_metadata(bucket, 16), abstract(TABLES))
+
+
+def training_case(head_dim, **options):
+    """Return the gradients of queries, keys and values."""
+
+    def loss(q, k, v, tables):
+        mod = jattn.ScoreMod(every_lookup, *tables)
+        with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
+            out = jattn.attention(q, k, v, score_mod=mod, implementation="mosaic_gpu", **options)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    shape = lambda heads: jax.ShapeDtypeStruct((2048, heads, head_dim), jnp.bfloat16)
+    return jax.grad(loss, argnums=(0, 1, 2)), (shape(Q_HEADS), shape(8), shape(8), abstract(TABLES))
 
 
 @functools.cache
 def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
-    bfloat16 = jnp.dtype(jnp.bfloat16)
-    few = prefill_aot_cases.FEW
+    bfloat16, few = jnp.dtype(jnp.bfloat16), prefill_aot_cases.FEW
     return {
-        "lookups-packed": case("lookups", 128, "packed", None, bfloat16),
-        "lookups-paged-packed_heads-cap-alibi": case(
+        "prefill of packed heads": prefill_case(
             "lookups", 64, "NHD", 16, bfloat16, sizes=few, soft_cap=30.0, has_alibi=True
         ),
-        "operations-packed": case("operations", 64, "packed", None, bfloat16, window=(100, 0)),
-        "operations-paged-packed_heads": case(
-            "operations", 128, "HND", 64, jnp.dtype(jnp.float16), sizes=few
-        ),
+        "operations": prefill_case("operations", 64, "packed", None, bfloat16, window=(100, 0)),
+        "step of groups of 4": step_case(128, group=4),
+        "step of one kv head": step_case(64, group=Q_HEADS),
+        "training": training_case(128, causal=True, soft_cap=30.0),
+        "deterministic training": training_case(64, causal=True, deterministic=True),
     }
