@@ -5,13 +5,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
+from jattn import masks
 from jattn.implementations import mosaic_gpu
 from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
 from tests.regions import kernel_for
 from tests.score_functions import gained, hiding, relative, scaled
 
@@ -30,13 +33,26 @@ def standard_promotion():
         yield
 
 
-def problem_of(function, lens, *, kv, spec=None, **setting):
+SLASHED = masks.VerticalSlash(
+    columns=np.arange(4 * 200).reshape(4, 200) % 7 == 0,
+    slashes=np.broadcast_to(np.arange(200) < 20, (4, 200)),
+    num_gathered=40,
+)
+BLOCKED = masks.BlockMask(blocks=np.arange(2 * 12).reshape(1, 2, 1, 12) % 3 != 1, block_q=None, block_kv=16)
+VISIBLE = {
+    "slashed": lambda request, head, i, j: SLASHED.columns[head, j] or SLASHED.slashes[head, i - j],
+    "blocked": lambda request, head, i, j: BLOCKED.blocks[0, head // 2, 0, j // 16],
+}
+MASKS = {"slashed": SLASHED, "blocked": BLOCKED, None: None}
+
+
+def problem_of(function, lens, *, kv, spec=None, mask=None, **setting):
     heads = {"num_q_heads": score_functions.Q_HEADS, "num_kv_heads": 2, "head_dim": 64}
     definition = score_functions.Definition(function)
-    problem = AttentionProblem(
+    problem = (AttentionProblem if mask is None else TileListProblem)(
         Setting(
             spec=jattn.AttentionSpec(**heads | (spec or {})), kv=kv, dtype="bfloat16",
-            score_mod=definition, **lens, **setting,
+            score_mod=definition, visible=VISIBLE.get(mask), **lens, **setting,
         )
     )  # fmt: skip
     as_array = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
@@ -56,11 +72,14 @@ def problem_of(function, lens, *, kv, spec=None, **setting):
         pytest.param(hiding, SPECULATIVE, {"kv": "NHD", "spec": {"num_kv_heads": 1}}, marks=SLOW),
         pytest.param(scaled, DECODE, {"kv": "NHD", "stored": "fp8_head", "has_alibi": True}, marks=SLOW),
         pytest.param(relative, PREFILL, {"kv": "NHD", "stored": "int8_token_head"}, marks=SLOW),
+        pytest.param(relative, PREFILL, {"kv": "no_cache", "mask": "slashed"}, marks=SLOW),
+        pytest.param(gained, PREFILL, {"kv": "NHD", "mask": "blocked"}, marks=SLOW),
+        pytest.param(gained, DECODE, {"kv": "NHD", "mask": "blocked"}, marks=SLOW),
     ],
 )  # fmt: skip
 def test_kernels_equal_the_definition(function, lens, options):
-    mask = options.get("mask")
-    problem, modifiers = problem_of(function, lens, **{k: v for k, v in options.items() if k != "mask"})
+    mask = MASKS[options.get("mask")]
+    problem, modifiers = problem_of(function, lens, **options)
     query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
     kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
     sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
@@ -80,6 +99,8 @@ def test_kernels_equal_the_definition(function, lens, options):
         pytest.param(relative, {"has_alibi": True, "spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(hiding, {"has_sinks": True}, marks=SLOW),
         pytest.param(hiding, {"spec": {"deterministic": True}}, marks=SLOW),
+        pytest.param(relative, {"mask": "slashed"}, marks=SLOW),
+        pytest.param(scaled, {"mask": "slashed", "spec": {"deterministic": True}}, marks=SLOW),
     ],
 )  # fmt: skip
 def test_gradients_equal_the_definition(function, options):
@@ -87,7 +108,8 @@ def test_gradients_equal_the_definition(function, options):
     loss_weights = oracle_gradients.draw_weights(problem)
     outs, lses = oracle.attention(problem.spec, problem.step)
     run = functools.partial(
-        mosaic_gpu.gradients, spec=problem.spec, mask=None, alibi_slopes=modifiers["alibi_slopes"],
+        mosaic_gpu.gradients, spec=problem.spec, mask=MASKS[options.get("mask")],
+        alibi_slopes=modifiers["alibi_slopes"],
         score_mod=score_functions.score_mod(function), interpret=plgpu.InterpretGPUParams(),
         out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
         grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
