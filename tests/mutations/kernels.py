@@ -14,8 +14,10 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.attention_problems import AttentionProblem, Setting
+from tests.implementations.mosaic_gpu import test_score_mods
 from tests.pallas_kernels.varlen_backward import backward_problem, test_tile_lists
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
+from tests.score_functions import relative, scaled
 
 WINDOW = (100, 0)
 # Each block of queries sees its own block of keys.
@@ -131,3 +133,13 @@ def check_backward_lists(mask="strided") -> None:
     problem, sizes = test_tile_lists.problem_of(mask), test_tile_lists.two_kernels(64)
     interpret = plgpu.InterpretGPUParams()
     problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=interpret))
+
+
+def check_score_mod() -> None:
+    """Check prompts with lookups by distance."""
+    test_score_mods.check(relative, test_score_mods.PREFILL, kv="NHD")
+
+
+def check_score_mod_gradients() -> None:
+    """Check gradients of a score function with derivatives of both signs."""
+    test_score_mods.check_gradients(scaled)

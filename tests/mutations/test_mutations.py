@@ -15,6 +15,7 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
+from pallas_kernels.score_mod import KernelScoreMod, PairValue
 from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
 from pallas_kernels.shared.score import Score
@@ -33,7 +34,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import QueryRows
 from tests.mutations import kernels
 
 README = pathlib.Path(__file__).parent / "README.md"
-FAILURES = r"is off by|must come out|must be -inf|not equal"
+FAILURES = r"is off by|must come out|must be -inf|[nN]ot equal"
 pytestmark = pytest.mark.slow
 
 
@@ -310,6 +311,25 @@ backward = kernels.check_backward
 backward_window = functools.partial(kernels.check_backward, kernels.WINDOW)
 queries = functools.partial(kernels.check_backward, deterministic=True)
 next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
+
+
+# ------------------------------------------------------------------------------------- score functions
+def positions_of_next_keys(patch: pytest.MonkeyPatch) -> None:
+    original = tile_scheduler.KvTile.score_tile
+
+    def mutated(tile):
+        pairs = original(tile)
+        return pairs._replace(key=lambda: PairValue(pairs.key().array + 1, (1,)))
+
+    patch.setattr(tile_scheduler.KvTile, "score_tile", mutated)
+
+
+def derivatives_of_one(patch: pytest.MonkeyPatch) -> None:
+    original = KernelScoreMod.apply_with_derivative
+    mutated = lambda mod, s, tile: (original(mod, s, tile)[0], jnp.ones_like(s))
+    patch.setattr(KernelScoreMod, "apply_with_derivative", mutated)
+
+
 MUTATIONS = {
     "decode-last-tile": Mutation(
         "the last tile of a request in a span is not read",
@@ -480,6 +500,12 @@ MUTATIONS = {
     "dq-list": Mutation(
         "a visible tile is missing from a list of the dq kernel", backward_lists, queries_codes
     ),
+    "score-mod-key": Mutation(
+        "a score function gets the position of the next key", kernels.check_score_mod, positions_of_next_keys
+    ),
+    "score-mod-derivative": Mutation(
+        "the derivative of a score function is 1", kernels.check_score_mod_gradients, derivatives_of_one
+    ),
 }  # fmt: skip
 
 
@@ -502,6 +528,8 @@ MUTATIONS = {
             "backward_window": backward_window,
             "queries": queries,
             "backward_lists": backward_lists,
+            "score_mod": kernels.check_score_mod,
+            "score_mod_gradients": kernels.check_score_mod_gradients,
         }.items()
     ],
 )

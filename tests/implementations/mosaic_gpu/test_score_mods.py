@@ -59,6 +59,36 @@ def problem_of(function, lens, *, kv, spec=None, mask=None, **setting):
     return problem, {"sinks": as_array(problem.sinks), "alibi_slopes": as_array(problem.slopes)}
 
 
+def check(function, lens, **options):
+    """Compare the output of a step with one region with the definition."""
+    mask = MASKS[options.get("mask")]
+    problem, modifiers = problem_of(function, lens, **options)
+    query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
+    kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
+    sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
+    run = functools.partial(
+        mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
+        kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
+    )  # fmt: skip
+    problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
+
+
+def check_gradients(function, **options):
+    """Compare the gradients of prompts with the definition."""
+    problem, modifiers = problem_of(function, GRADIENTS, kv="no_cache", **options)
+    loss_weights = oracle_gradients.draw_weights(problem)
+    outs, lses = oracle.attention(problem.spec, problem.step)
+    run = functools.partial(
+        mosaic_gpu.gradients, spec=problem.spec, mask=MASKS[options.get("mask")],
+        alibi_slopes=modifiers["alibi_slopes"],
+        score_mod=score_functions.score_mod(function), interpret=plgpu.InterpretGPUParams(),
+        out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
+        grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
+    )  # fmt: skip
+    grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
+    oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))
+
+
 @pytest.mark.parametrize(
     ("function", "lens", "options"),
     [
@@ -78,16 +108,7 @@ def problem_of(function, lens, *, kv, spec=None, mask=None, **setting):
     ],
 )  # fmt: skip
 def test_kernels_equal_the_definition(function, lens, options):
-    mask = MASKS[options.get("mask")]
-    problem, modifiers = problem_of(function, lens, **options)
-    query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
-    kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
-    sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
-    run = functools.partial(
-        mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
-        kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
-    )  # fmt: skip
-    problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
+    check(function, lens, **options)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +125,4 @@ def test_kernels_equal_the_definition(function, lens, options):
     ],
 )  # fmt: skip
 def test_gradients_equal_the_definition(function, options):
-    problem, modifiers = problem_of(function, GRADIENTS, kv="no_cache", **options)
-    loss_weights = oracle_gradients.draw_weights(problem)
-    outs, lses = oracle.attention(problem.spec, problem.step)
-    run = functools.partial(
-        mosaic_gpu.gradients, spec=problem.spec, mask=MASKS[options.get("mask")],
-        alibi_slopes=modifiers["alibi_slopes"],
-        score_mod=score_functions.score_mod(function), interpret=plgpu.InterpretGPUParams(),
-        out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
-        grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
-    )  # fmt: skip
-    grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
-    oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))
+    check_gradients(function, **options)
