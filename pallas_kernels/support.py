@@ -119,6 +119,7 @@ KERNELS = {
         maxima={"query heads per KV head": 64, "decode_query_len": 8},
     ),
     "varlen_prefill": KernelSupport(
+        compute_capabilities=SINCE_AMPERE,
         eight_bit_dtypes=EIGHT_BIT_DTYPES,
         head_dims=HEAD_DIMS,
         # The kernel holds a tile both quantized and dequantized: wider heads do not fit shared memory, and 80
@@ -436,10 +437,22 @@ def why_not_prefill(
     return first_reason(rules)
 
 
-def why_not_dequantize(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
-    """Return why varlen_prefill cannot dequantize these keys and values of a paged cache, or None."""
+def why_not_dequantize(
+    *, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int, gpu: str = "9.0"
+) -> str | None:
+    """Return why varlen_prefill cannot dequantize these keys and values of a paged cache, or None.
+
+    Args:
+        kv_dtypes: Dtypes that keys and values are stored in.
+        head_dim: Elements per head.
+        gpu: Compute capability that the kernel is built for.
+    """
     kernel, condition = KERNELS["varlen_prefill"], " by the kernel's dequantization"
-    rules = [
+    is_hopper = ARCHITECTURES[gpu].has_wgmma
+    rules: list[Rule] = [
+        (is_hopper, f"an 8-bit KV cache is not supported by varlen_prefill on compute capability {gpu}")
+    ]
+    rules += [
         must_be_one_of(
             "cache dtype", jnp.dtype(x).name, kernel.eight_bit_dtypes, " by the kernel's dequantization"
         )

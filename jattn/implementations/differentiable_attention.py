@@ -24,6 +24,7 @@ from jattn.masks.functions import lift_captured_arrays
 from jattn.pytree import replace
 from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
+from pallas_kernels import support
 from pallas_kernels.checks import forbid_derivative, unsupported
 
 type OutAndLse = tuple[Array, Array | None]
@@ -254,6 +255,7 @@ def _has_backward_kernel(
         is_in_order=inputs.kv.is_in_order,
         needs_slope_gradient=needs_slope_gradient,
         needs_score_mod_gradient=needs_score_mod_gradient,
+        gpu=support.kernel_architecture(inputs.query),
     )
     if reason is None:
         return True

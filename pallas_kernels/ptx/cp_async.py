@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -128,20 +129,13 @@ def cache_pointer(
     strides = _byte_strides(cache_g)
     places = (kv_head, copy, token) if tiling.is_hnd else (copy, token, kv_head)
     offset = lanes.add(*(lanes.times(x, stride) for x, stride in zip(places, strides[1:4], strict=True)))
-    return _advance(lanes.pointer(cache_g), block, strides[0], offset)
+    return lanes.advance(lanes.pointer(cache_g), block, strides[0], offset)
 
 
 def _byte_strides(ref: ir.Value) -> list[int]:
     ref_type = ir.MemRefType(ref.type)
     strides, _ = ref_type.get_strides_and_offset()
     return [stride * mgpu.bytewidth(ref_type.element_type) for stride in strides]
-
-
-def _advance(pointer: ir.Value, index: ir.Value, stride: int, offset: ir.Value) -> ir.Value:
-    """Return pointer + index * stride + offset in 64 bits."""
-    assert stride < 1 << 31
-    code = f"{{ .reg .b64 x; mad.wide.s32 x, $2, {stride}, $1; cvt.s64.s32 $0, $3; add.s64 $0, $0, x; }}"
-    return lanes.ptx(code, pointer, index, offset, result_type=lanes.i64())
 
 
 class _SwizzledRows:
@@ -203,6 +197,154 @@ class _SwizzledRows:
                     lanes.run(f"cp.async.cg.shared.global {place}, $2;", at, source, num_bytes)
 
 
+# ------------------------------------------------------------------------------------- tiles of many warps
+def _copy_block_rows(
+    tile_s: Ref,
+    cache_g: Ref,
+    blocks: Sequence[Scalar],
+    offset: Scalar,
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+    num_warps: int,
+) -> None:
+    copy = lax.div(offset, jnp.int32(tiling.tokens_per_copy))
+    _copy_tile(tile_s, cache_g, blocks, [copy] * len(blocks), kv_head, tiling=tiling)
+
+
+@with_fallback(_copy_block_rows)
+def copy_block_rows(
+    tile_s: Ref,
+    cache_g: Ref,
+    blocks: Sequence[Scalar],
+    offset: Scalar,
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+    num_warps: int,
+) -> None:
+    """Start to copy a tile of keys or values into shared memory; each of several warps copies its own rows.
+
+    Args:
+        tile_s: Tile in SMEM, [chunks, tile_kv, width] in 16 bits.
+        cache_g: Cache as `CacheTiling.tile_cache` returns it.
+        blocks: Block id of each run of tokens among the warp's rows; these scalars differ between warps.
+        offset: Index within its block of the first token of each run; this, too, differs between warps.
+        kv_head: Index of the KV head.
+        tiling: Static: division of blocks and heads.
+        num_warps: Static: number of warps that copy; the fallback requires 1.
+    """
+    types = plgpu.RefType(swizzle_transforms(2)), plgpu.RefType(), [SCALAR] * (2 + len(blocks))
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    body = functools.partial(
+        _copy_block_rows_by_lanes, num_rows=tile_s.shape[1], tiling=tiling, num_warps=num_warps
+    )
+    run(body)(tile_s, cache_g, [kv_head, offset, *blocks])
+
+
+def _copy_block_rows_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    tile_s: ir.Value,
+    cache_g: ir.Value,
+    scalars: Sequence[mgpu.FragmentedArray],
+    *,
+    num_rows: int,
+    tiling: CacheTiling,
+    num_warps: int,
+) -> tuple[()]:
+    kv_head, offset, *blocks = map(fragments.scalar, scalars)
+    tile = _SwizzledRows(tile_s, num_rows, tiling.head)
+    lane, warp = lanes.lane_and_warp(num_warps=num_warps)
+    unit, lane_row = tile.unit_and_row(lane)
+    warp_rows = num_rows // num_warps
+    run_length, first_row = warp_rows // len(blocks), lanes.times(warp, warp_rows)
+    for start in range(0, warp_rows, tile.rows_at_once):
+        token, copy = lanes.add(offset, lane_row, start % run_length), lanes.const(0)
+        source = cache_pointer(cache_g, blocks[start // run_length], copy, token, kv_head, tiling=tiling)
+        tile.copy_row(lanes.add(first_row, lane_row, start), unit, source)
+    return ()
+
+
+def _copy_token_rows(
+    tile_s: Ref,
+    array_g: Ref,
+    first_token: Scalar,
+    first_head: Scalar,
+    *,
+    head: HeadChunks,
+    rows_per_head: int,
+    num_warps: int,
+) -> None:
+    tokens = jnp.clip(jnp.arange(rows_per_head, dtype=jnp.int32) + first_token, 0, array_g.shape[0] - 1)
+    for i in range(tile_s.shape[1] // rows_per_head):
+        for chunk in range(head.num_chunks):
+            array = array_g[:, first_head + i, chunk] if head.is_padded else array_g[:, first_head + i]
+            padding = ((0, 0), (0, head.width - head.chunk_dim))
+            tile_s[chunk, pl.ds(i * rows_per_head, rows_per_head)] = jnp.pad(array[tokens], padding)
+
+
+@with_fallback(_copy_token_rows)
+def copy_token_rows(
+    tile_s: Ref,
+    array_g: Ref,
+    first_token: Scalar,
+    first_head: Scalar,
+    *,
+    head: HeadChunks,
+    rows_per_head: int,
+    num_warps: int,
+) -> None:
+    """Start to copy consecutive tokens of one or more heads; each of several warps copies its own rows.
+
+    Args:
+        tile_s: Tile in SMEM, [chunks, rows, width] in 16 bits: the tokens of a head, then of the next head.
+        array_g: Array [tokens, heads, head_dim] or [tokens, heads, chunks, chunk_dim].
+        first_token: Token of each head's first row. The nearest token replaces tokens outside of the array.
+        first_head: Head of the first rows.
+        head: Static: division of a head into chunks.
+        rows_per_head: Static: number of rows of a head, a power of two of at least 8.
+        num_warps: Static: number of warps that copy.
+    """
+    types = plgpu.RefType(swizzle_transforms(2)), plgpu.RefType(), SCALAR, SCALAR
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    body = functools.partial(
+        _copy_token_rows_by_lanes,
+        num_rows=tile_s.shape[1],
+        head=head,
+        rows_per_head=rows_per_head,
+        num_warps=num_warps,
+    )
+    run(body)(tile_s, array_g, first_token, first_head)
+
+
+def _copy_token_rows_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    tile_s: ir.Value,
+    array_g: ir.Value,
+    first_token: mgpu.FragmentedArray,
+    first_head: mgpu.FragmentedArray,
+    *,
+    num_rows: int,
+    head: HeadChunks,
+    rows_per_head: int,
+    num_warps: int,
+) -> tuple[()]:
+    (num_tokens, *_), (stride, head_stride, *_) = ir.MemRefType(array_g.type).shape, _byte_strides(array_g)
+    start_token, start_head = fragments.scalar(first_token), fragments.scalar(first_head)
+    tile = _SwizzledRows(tile_s, num_rows, head)
+    lane, warp = lanes.lane_and_warp(num_warps=num_warps)
+    unit, lane_row = tile.unit_and_row(lane)
+    warp_rows, shift = num_rows // num_warps, rows_per_head.bit_length() - 1
+    for start in range(0, warp_rows, tile.rows_at_once):
+        row = lanes.add(lanes.times(warp, warp_rows), lane_row, start)
+        token = lanes.add(start_token, arith.andi(row, lanes.const(rows_per_head - 1)))
+        token = arith.minsi(arith.maxsi(token, lanes.const(0)), lanes.const(num_tokens - 1))
+        head_index = lanes.add(start_head, arith.shrui(row, lanes.const(shift)))
+        source = lanes.advance(lanes.pointer(array_g), token, stride, lanes.times(head_index, head_stride))
+        tile.copy_row(row, unit, source)
+    return ()
+
+
 # ------------------------------------------------------------------------------------- scales
 def _copy_token_scales(
     scale_s: Ref, scale_g: Ref, blocks: Sequence[Scalar], copies: Sequence[Scalar], kv_head: Scalar
@@ -248,7 +390,7 @@ def _copy_token_scales_by_lanes(
     strides = _byte_strides(scale_g)
     places = zip((kv_head, copy, token), strides[1:], strict=True)
     offset = lanes.add(*(lanes.times(x, stride) for x, stride in places))
-    source = _advance(lanes.pointer(scale_g), block, strides[0], offset)
+    source = lanes.advance(lanes.pointer(scale_g), block, strides[0], offset)
     target = lanes.add(lanes.address(scale_s), lanes.times(row, 4))
     # The upper half of the lanes would copy the same numbers again.
     code = "cp.async.ca.shared.global [$0], [$1], 4;"
@@ -300,7 +442,7 @@ def _copy_queries_by_lanes(
         size = None
         if rows < tile_q:
             size = arith.select(lanes.is_below(row, rows), lanes.const(UNIT), lanes.const(0))
-        source = _advance(
+        source = lanes.advance(
             lanes.pointer(query_g), arith.minsi(row, lanes.const(rows - 1)), stride, lanes.const(0)
         )
         tile.copy_row(row, unit, source, size)
@@ -346,7 +488,27 @@ def wait_for_warp(*, num_pending: int) -> None:
 @with_fallback(_nothing)
 def wait_for_warpgroup(*, num_pending: int) -> None:
     """Wait until at most the last `num_pending` groups of each thread are incomplete."""
-    _run_ptx(f"cp.async.wait_group {num_pending};", is_barrier=True)
+    _run_ptx(f"cp.async.wait_group {num_pending};", barrier_warpgroups=1)
+
+
+@with_fallback(_nothing)
+def wait_for_team(*, num_pending: int, num_warpgroups: int) -> None:
+    """Wait until all warpgroups have arrived and at most `num_pending` groups of each thread are incomplete.
+
+    In interpret mode the caller must wait for the other warpgroups.
+    """
+    _run_ptx(f"cp.async.wait_group {num_pending};", barrier_warpgroups=num_warpgroups)
+
+
+@with_fallback(lambda *, num_warps: jnp.int32(0))
+def warp_index(*, num_warps: int) -> Scalar:
+    """Return the warp's index among `num_warps` warps, a scalar that differs between warps; else 0."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def index(_ctx: mgpu.LaunchContext) -> mgpu.FragmentedArray:
+        return fragments.as_scalar(lanes.lane_and_warp(num_warps=num_warps)[1])
+
+    return index()
 
 
 @with_fallback(_nothing)
@@ -355,12 +517,20 @@ def release_to_warp() -> None:
     _run_ptx("bar.warp.sync -1;")
 
 
-def _run_ptx(code: str, *, is_barrier: bool = False) -> None:
+TEAM_BARRIER = 15  # JAX uses the barriers 0 to the number of warpgroups
+
+
+def _run_ptx(code: str, *, barrier_warpgroups: int = 0) -> None:
+    """Emit PTX, and then a barrier of this number of warpgroups: all of the thread block, or 1."""
+
     @plgpu.inline_mgpu(arg_types=(), return_type=())
     def run(_ctx: mgpu.LaunchContext) -> tuple[()]:
         lanes.run(code, convergent=True)
-        if is_barrier:
+        if barrier_warpgroups == 1:
             mgpu.warpgroup_barrier()
+        elif barrier_warpgroups:
+            num_threads = barrier_warpgroups * WARPS * LANES
+            lanes.run(f"bar.sync {TEAM_BARRIER}, {num_threads};", convergent=True)
         return ()
 
     run()

@@ -64,14 +64,14 @@ def run(code: str, *args: ir.Value, predicate: ir.Value | None = None, convergen
     utils.inline_ptx(code, *args, predicate=predicate, has_side_effects=True, convergent=convergent)
 
 
-def lane_and_warp(*, reread: bool = False) -> tuple[ir.Value, ir.Value]:
+def lane_and_warp(*, reread: bool = False, num_warps: int = 4) -> tuple[ir.Value, ir.Value]:
     """Return the lane's index in its warp, and the warp's in its warpgroup, as JAX's layouts number them.
 
     With `reread` the thread index is read here anew, so that values derived from it occupy no registers in
-    earlier loops.
+    earlier loops. With `num_warps`, the warp's index is that among this number of warps, a power of two.
     """
     thread = ptx("mov.b32 $0, %tid.x;", touches_memory=True) if reread else mgpu.thread_idx()
-    return arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(3))
+    return arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(num_warps - 1))
 
 
 def lane_row_and_pair() -> tuple[ir.Value, ir.Value]:
@@ -93,6 +93,13 @@ def address(ref: ir.Value) -> ir.Value:
 def element_pointer(ref: ir.Value, index: ir.Value, itemsize: int) -> ir.Value:
     """Return the 64-bit address of an element of global memory."""
     return ptx(f"mad.wide.u32 $0, $2, {itemsize}, $1;", pointer(ref), index, result_type=i64())
+
+
+def advance(pointer: ir.Value, index: ir.Value, stride: int, offset: ir.Value) -> ir.Value:
+    """Return pointer + index * stride + offset in 64 bits; `pointer` has 64 bits, `stride` is in bytes."""
+    assert stride < 1 << 31
+    code = f"{{ .reg .b64 x; mad.wide.s32 x, $2, {stride}, $1; cvt.s64.s32 $0, $3; add.s64 $0, $0, x; }}"
+    return ptx(code, pointer, index, offset, result_type=i64())
 
 
 def add(*terms: ir.Value | int) -> ir.Value:

@@ -167,6 +167,92 @@ def store_tokens(
     store(ref, values, head, token, first_row, end_row)
 
 
+def _store_token_rows(
+    ref: Ref,
+    acc: Tile,
+    head: Scalar,
+    token: Scalar,
+    first_row: Scalar,
+    end_row: Scalar,
+    *,
+    tokens_per_head: int,
+    columns: int,
+) -> None:
+    num = jnp.maximum(end_row - first_row, 0)
+    acc = acc[:, :columns].astype(ref.dtype)
+    offset, size = first_row, tokens_per_head
+    while size:
+        for i in range(acc.shape[0] // tokens_per_head):
+
+            @pl.when((num & size) != 0)
+            def _(i: int = i, offset: Scalar = offset, size: int = size) -> None:
+                start = i * tokens_per_head + offset
+                rows = lax.dynamic_slice(acc, (start, start * 0), (size, columns))
+                ref[pl.ds(token + offset, size), head + i] = rows
+
+        offset, size = offset + (num & size), size // 2
+
+
+@with_fallback(_store_token_rows)
+def store_token_rows(
+    ref: Ref,
+    acc: Tile,
+    head: Scalar,
+    token: Scalar,
+    first_row: Scalar,
+    end_row: Scalar,
+    *,
+    tokens_per_head: int,
+    columns: int,
+) -> None:
+    """Store the valid rows of an accumulator, which are the tokens of a head, then of the next head.
+
+    Args:
+        ref: 16-bit array [tokens, heads, columns] in global memory.
+        acc: Accumulator, f32 [64, at least columns].
+        head: Head of the first rows.
+        token: Token of each head's first row; may be negative if that row is not valid.
+        first_row: Index of the first valid row among a head's rows.
+        end_row: One past the index of the last valid row among a head's rows.
+        tokens_per_head: Static: number of rows of a head, a power of two.
+        columns: Static: number of columns to store, a multiple of 8.
+    """
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, *[SCALAR] * 4), return_type=())
+    body = functools.partial(
+        _store_token_rows_by_lanes, dtype=ref.dtype, tokens_per_head=tokens_per_head, columns=columns
+    )
+    run(body)(ref, acc, head, token, first_row, end_row)
+
+
+def _store_token_rows_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    ref: ir.Value,
+    acc: mgpu.FragmentedArray,
+    *scalars: mgpu.FragmentedArray,
+    dtype: np.dtype,
+    tokens_per_head: int,
+    columns: int,
+) -> tuple[()]:
+    (stride, head_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+    head, token, begin, end = map(fragments.scalar, scalars)
+    lane, warp = lanes.lane_and_warp()
+    g, t = arith.shrui(lane, lanes.const(2)), arith.andi(lane, lanes.const(3))
+    for half in (0, 1):
+        row = lanes.add(lanes.times(warp, 16), g, 8 * half)
+        head_index = lanes.add(head, arith.divui(row, lanes.const(tokens_per_head)))
+        token_index = arith.remui(row, lanes.const(tokens_per_head))
+        is_valid = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, token_index, begin),
+            arith.cmpi(arith.CmpIPredicate.slt, token_index, end),
+        )
+        offset = lanes.add(lanes.times(head_index, 2 * head_stride), lanes.times(t, 4))
+        first = lanes.advance(lanes.pointer(ref), lanes.add(token, token_index), 2 * stride, offset)
+        for n, fragment in enumerate(fragments.column_fragments(acc)[: columns // 8]):
+            pair = pack_16bit(fragment[2 * half], fragment[2 * half + 1], dtype)
+            lanes.run(f"st.global.b32 [$0 + {16 * n}], $1;", first, pair, predicate=is_valid)
+    return ()
+
+
 def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
     """Yield, for each row of a lane, its index, its number, and whether this lane is the one to store it."""
     require_layout(values.layout, ROW_LAYOUT)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.softmax import STRIP, add_splits
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
@@ -126,6 +127,15 @@ class Combiner:
             # The first strip stores the log-sum-exp of its rows.
             if refs.lse is not None:
                 pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, valid_rows(rows), lse))
+            if self.spec.sizes.per_warp_mma:
+                out_g = refs.out.at[:, :, strip] if head_dims.is_padded else refs.out.at[:, :, columns]
+                store_token_rows(
+                    out_g, acc * broadcast_rows(factor, acc), packed_heads(work_tile, self.spec)[0].head,
+                    *valid_rows(rows), tokens_per_head=rows.tokens,
+                    columns=head_dims.chunk_dim if head_dims.is_padded else STRIP,
+                    is_interpreted=self.spec.is_interpreted,
+                )  # fmt: skip
+                return
             out = (acc * broadcast_rows(factor, acc)).astype(self.spec.dtype)
             store_valid_rows(
                 refs.out, index_of, packed_heads(work_tile, self.spec), valid_rows(rows),

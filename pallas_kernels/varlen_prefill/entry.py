@@ -20,12 +20,12 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.memory import head_chunks, split_tail
+from pallas_kernels.shared.memory import TokenRows, copy_if_unaligned, head_chunks, split_tail
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import why_not_dequantize, why_not_prefill
+from pallas_kernels.support import kernel_architecture, why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.combine import combine_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
@@ -146,9 +146,13 @@ def varlen_prefill(
         require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
     is_quantized = block_table is not None and 1 in (key.dtype.itemsize, value.dtype.itemsize)
     kv_dtype = query.dtype if is_quantized else key.dtype
+    prebuilt = lists if schedule is None else schedule
+    if sizes is None and prebuilt is not None:
+        sizes = prebuilt.built_for.sizes
+    gpu = kernel_architecture(query) if sizes is None else sizes.gpu
     reason = why_not_prefill(dtype=query.dtype, kv_dtype=kv_dtype, head_dim=head_dim, block_size=block_size)
     if is_quantized and reason is None:
-        reason = why_not_dequantize(kv_dtypes=(key.dtype, value.dtype), head_dim=head_dim)
+        reason = why_not_dequantize(kv_dtypes=(key.dtype, value.dtype), head_dim=head_dim, gpu=gpu)
     check_supported("varlen_prefill", reason)
     scale_shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size or 0))
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -167,14 +171,11 @@ def varlen_prefill(
 
     # Choose the sizes, and lay out the work.
     if sizes is None:
-        prebuilt = lists if schedule is None else schedule
         bounds = CallBounds(num_tokens, reqs, q_heads, kv_heads, max_kv).limited_by(score)
-        if prebuilt is not None:
-            sizes = prebuilt.built_for.sizes
-        else:
-            sizes = default_sizes(
-                head_dim, has_lists=has_lists, bounds=None if is_packed else bounds, is_quantized=is_quantized
-            )
+        sizes = default_sizes(
+            head_dim, has_lists=has_lists, bounds=None if is_packed else bounds, is_quantized=is_quantized,
+            gpu=gpu,
+        )  # fmt: skip
     group, pack_gqa = q_heads // kv_heads, sizes.pack_gqa
     require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
     require(pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with tile lists", pack_gqa)
@@ -234,7 +235,13 @@ def varlen_prefill(
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
     scales: list[jax.Array | None] = [None, None]
     k_tail, v_tail = None, None
-    if tiling is None:
+    # Copies by cp.async, unlike those by TMA, read an array of any number of rows in place.
+    query_rows = TokenRows(head.split(copy_if_unaligned(query)))
+    if not sizes.per_warp_mma:
+        query_rows = split_tail(head.split(query), sizes.warpgroup_tokens)
+    if tiling is None and sizes.per_warp_mma:
+        k, v = (head.split(copy_if_unaligned(x)) for x in (key, value))
+    elif tiling is None:
         k, k_tail = split_tail(head.split(key), sizes.tile_kv)
         v, v_tail = split_tail(head.split(value), sizes.tile_kv)
     else:
@@ -246,7 +253,7 @@ def varlen_prefill(
     work_tiles = schedule if lists is None else lists
     entries = None if lists is None else lists.entries
     inputs = PrefillInputs(
-        query=split_tail(head.split(query), sizes.warpgroup_tokens),
+        query=query_rows,
         kv=KvRefs(k, v, block_table, scales[0], scales[1], k_tail, v_tail),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.stores import store_tiles, store_tokens
+from pallas_kernels.ptx.stores import store_tiles, store_token_rows, store_tokens
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import SplitOutputs, finalize_softmax
 from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Slice, Tile
@@ -64,6 +64,27 @@ def output_scale_and_lse(rows: QueryRows, row_max: Rows, row_sum: Rows, sinks: R
     return finalize_softmax(row_max, row_sum, sink)
 
 
+def store_output_from_registers(
+    outputs: PrefillOutputs, sinks: Ref, rows: QueryRows, results: RowResults
+) -> None:
+    """Do what `store_output` does without shared memory and TMA."""
+    factor, lse = output_scale_and_lse(rows, results.row_max, results.row_sum, sinks)
+    valid, head = valid_rows(rows), rows.spec.shape.head
+    for chunk, acc in enumerate(results.accs):
+        out_g = outputs.out.at[:, :, chunk] if head.is_padded else outputs.out
+        store_token_rows(
+            out_g,
+            acc * broadcast_rows(factor, acc),
+            packed_heads(rows.work_tile, rows.spec)[0].head,
+            *valid,
+            tokens_per_head=rows.tokens,
+            columns=head.chunk_dim,
+            is_interpreted=rows.spec.is_interpreted,
+        )
+    if outputs.lse is not None:
+        store_lse(outputs.lse, rows, valid, lse)
+
+
 class ValidRows(NamedTuple):
     """The valid rows of a warpgroup, which are the same within each packed head.
 
@@ -106,8 +127,9 @@ def store_split_output(
         store_unoptimized(split_outputs.out.at[(*split, chunk, slots)], acc)
     split_outputs.row_max[(*split, slots)] = results.row_max
     split_outputs.row_sum[(*split, slots)] = results.row_sum
-    # The work tile's columns have been read: TMA may replace them by another work tile's.
-    plgpu.commit_smem()
+    if not rows.spec.sizes.per_warp_mma:
+        # The work tile's columns have been read: TMA may replace them by another work tile's.
+        plgpu.commit_smem()
 
 
 def warpgroup_rows(rows: QueryRows) -> Slice:

@@ -51,7 +51,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, ScratchType, Tile
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.loader import Dequantizer, KvPipeline, PrefillLoader, QueryBuffers
@@ -76,8 +76,11 @@ from pallas_kernels.varlen_prefill.spec import (
     f32,
     smem_types,
     split_output_types,
+    warp_barrier_types,
+    warp_smem_types,
 )
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
+from pallas_kernels.varlen_prefill.warp_kernel import warp_prefill_body
 
 
 def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
@@ -85,10 +88,14 @@ def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> Prefil
     out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.rows.shape[1:]), spec.dtype)
     lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
     split_outputs = split_output_types(spec) if spec.has_splits else None
+    body: Callable[..., None] = prefill_body
+    scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
+    if spec.sizes.per_warp_mma:
+        body, scratch_types = warp_prefill_body, (warp_smem_types(spec), warp_barrier_types(spec))
     kernel = plgpu.kernel(
-        functools.partial(prefill_body, spec=spec),
+        functools.partial(body, spec=spec),
         out_type=(PrefillOutputs(out, lse, split_outputs),),
-        scratch_types=(smem_types(spec), barrier_types(spec)),
+        scratch_types=scratch_types,
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
         num_threads=spec.num_warpgroups,

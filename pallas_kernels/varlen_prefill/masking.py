@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.paged_kv import clear_masked_out
-from pallas_kernels.shared.types import Rows, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
@@ -145,30 +145,47 @@ class ValueTiles:
 
         The values must have arrived.
         """
-        tile_kv, work_tile = self.spec.sizes.tile_kv, tile.rows.work_tile
-        first_key = tile.first_key()
-        first_row, end_row = (
-            work_tile.column("first_visible_key") - first_key,
-            work_tile.column("seq_len") - first_key,
+        # The matrix product reads the zeros through the async proxy, which needs a fence.
+        clear_invisible_values(
+            self.stages.tiles.at[stage], tile, end, tile_kv=self.spec.sizes.tile_kv, fence=plgpu.commit_smem
         )
-        is_low = end is MaskedEnds.LOW
-        has_invisible = first_row > 0 if is_low else end_row < tile_kv
 
-        @pl.when(has_invisible)
-        def _() -> None:
-            at_once = jnp.int32(ROWS_AT_ONCE)
-            first_part: Scalar | int = 0
-            end_part: Scalar | int = tile_kv // ROWS_AT_ONCE
-            if is_low:
-                end_part = lax.div(first_row + (ROWS_AT_ONCE - 1), at_once)
-            else:
-                first_part = lax.div(end_row, at_once)
 
-            @pl.loop(first_part, end_part)
-            def _(n: Scalar) -> None:
-                rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
-                row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
-                clear_masked_out(self.stages.tiles.at[stage], rows, lambda _: row, first_row, end_row)
+def clear_invisible_values(
+    values_s: Ref, tile: KvTile, end: MaskedEnds, *, tile_kv: int, fence: Callable[[], None]
+) -> None:
+    """Zero a tile's values before the request's first visible key (LOW) or after its last key (HIGH).
 
-            # The matrix product reads the zeros through the async proxy.
-            plgpu.commit_smem()
+    Args:
+        values_s: Values in shared memory, [chunks, tile_kv, width].
+        tile: KV tile of the values.
+        end: The end to clear, LOW or HIGH. Static.
+        tile_kv: Number of keys per tile. Static.
+        fence: Function that makes the zeros visible to the matrix product.
+    """
+    work_tile = tile.rows.work_tile
+    first_key = tile.first_key()
+    first_row, end_row = (
+        work_tile.column("first_visible_key") - first_key,
+        work_tile.column("seq_len") - first_key,
+    )
+    is_low = end is MaskedEnds.LOW
+    has_invisible = first_row > 0 if is_low else end_row < tile_kv
+
+    @pl.when(has_invisible)
+    def _() -> None:
+        at_once = jnp.int32(ROWS_AT_ONCE)
+        first_part: Scalar | int = 0
+        end_part: Scalar | int = tile_kv // ROWS_AT_ONCE
+        if is_low:
+            end_part = lax.div(first_row + (ROWS_AT_ONCE - 1), at_once)
+        else:
+            first_part = lax.div(end_row, at_once)
+
+        @pl.loop(first_part, end_part)
+        def _(n: Scalar) -> None:
+            rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
+            row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
+            clear_masked_out(values_s, rows, lambda _: row, first_row, end_row)
+
+        fence()

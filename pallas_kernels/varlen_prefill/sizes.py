@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import NUM_SMS
+from pallas_kernels.support import ARCHITECTURES, NUM_SMS
 
 WARPGROUP_ROWS = 64  # M of one wgmma instruction
 PACK_GQA_CHOICES = (1, 2, 4, 8)  # each head keeps a multiple of 8 rows, the unit in which TMA fills tiles
@@ -23,8 +23,9 @@ class PrefillSizes:
 
     Attributes:
         tile_kv: Number of keys per main-loop step: 64 or 128.
-        stages: Number of pipeline stages of keys and values per team, at least 2.
-        warpgroups: Number of computing warpgroups, of 64 query rows each: 2 or 3.
+        stages: Number of pipeline stages of keys and values per team, at least 2; at least 1 with
+            per_warp_mma.
+        warpgroups: Number of computing warpgroups, of 64 query rows each: 2 or 3; 1 or 2 with per_warp_mma.
         teams: Number of teams that the warpgroups form: 1, or one per warpgroup. The warpgroups of a team
             share work tiles and pipeline stages.
         query_buffers: Number of query buffers in shared memory: 1 or 2. The output of a work tile replaces
@@ -38,6 +39,10 @@ class PrefillSizes:
         max_splits: Maximum number of KV splits per query tile (FlashAttention's num_splits), at most
             MAX_SPLITS. Splits keep all thread blocks busy when few query tiles attend to many keys. Must be 1
             with tile lists. The number chosen, and so a row's last bits, depends on all rows of a step.
+        per_warp_mma: Whether each warp multiplies its 16 query rows by mma.sync and loads by cp.async, which
+            every GPU since Ampere has; see warp_kernel.py. Otherwise the warpgroups multiply by wgmma, and
+            another one loads by TMA. Requires teams=1 and query_buffers=1.
+        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
         team_size: Number of warpgroups that share one query tile.
         tile_q: Number of query rows per tile.
         tile_tokens: Number of tokens per tile: its rows divided by the number of packed heads.
@@ -55,6 +60,8 @@ class PrefillSizes:
     batch_invariant: bool = False
     pack_gqa: int = 1
     max_splits: int = 1
+    per_warp_mma: bool = False
+    gpu: str = "9.0"
     team_size: int = dataclasses.field(init=False, repr=False)
     tile_q: int = dataclasses.field(init=False, repr=False)
     tile_tokens: int = dataclasses.field(init=False, repr=False)
@@ -63,13 +70,18 @@ class PrefillSizes:
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
-        require_one_of("warpgroups", self.warpgroups, (2, 3))
-        require_one_of("teams", self.teams, (1, self.warpgroups))
-        require_one_of("query_buffers", self.query_buffers, (1, 2))
+        is_per_warp = self.per_warp_mma
+        require_one_of("warpgroups", self.warpgroups, (1, 2) if is_per_warp else (2, 3))
+        require_one_of("teams", self.teams, (1,) if is_per_warp else (1, self.warpgroups))
+        require_one_of("query_buffers", self.query_buffers, (1,) if is_per_warp else (1, 2))
         require_one_of("pack_gqa", self.pack_gqa, PACK_GQA_CHOICES)
         require_positive(stages=self.stages, ctas=self.ctas, max_splits=self.max_splits)
         require(self.max_splits <= MAX_SPLITS, "max_splits", f"be at most {MAX_SPLITS}", self.max_splits)
-        require(self.stages >= 2, "stages", "be at least 2", self.stages)
+        require(self.stages >= 2 or is_per_warp, "stages", "be at least 2", self.stages)
+        require_one_of("gpu", self.gpu, tuple(ARCHITECTURES))
+        require(
+            is_per_warp or ARCHITECTURES[self.gpu].has_wgmma, "per_warp_mma", "be True without wgmma", False
+        )
         is_invariant = self.max_splits == 1 or not self.batch_invariant
         require(is_invariant, "max_splits", "be 1 with batch_invariant", self.max_splits)
         team_size = self.warpgroups // self.teams
@@ -131,6 +143,8 @@ MIN_KV_TO_SPLIT = 4096
 # Default limit for pack_gqa: 8 spills up to 460 bytes with ALiBi and sinks, and was not timed with splits.
 MAX_PACKED_HEADS = 4
 MAX_ESTIMATED_SPLITS = 8  # more splits cost what they save
+# Shared memory for column indices and reductions with per_warp_mma.
+WARP_RESERVED_BYTES = 3072
 # With more work tiles per thread block than this, the last round is a small part of the whole.
 SMALL_BATCH_TILES_PER_CTA = 2
 
@@ -185,8 +199,11 @@ def default_sizes(
     bounds: CallBounds | None = None,
     is_quantized: bool = False,
     blocks: MaskBlocks | None = None,
+    gpu: str = "9.0",
 ) -> PrefillSizes:
     """Return the default sizes of varlen_prefill.
+
+    Those of compute capability 9.0 were measured on an H200. Those of other architectures are estimated.
 
     Args:
         head_dim: Width of a head.
@@ -195,11 +212,21 @@ def default_sizes(
         bounds: Bounds of the call, from which small batches get packed heads and KV splits; None for neither.
         is_quantized: Whether the cache is 8-bit.
         blocks: Blocks of the mask with tile lists: tiles are no larger if possible; None for no blocks.
+        gpu: Compute capability that the kernel is built for.
 
     Raises:
         ValueError: If an 8-bit cache is combined with tile lists or batch_invariant.
     """
     padded_dim = head_chunks(head_dim).padded_dim
+    if not ARCHITECTURES[gpu].has_wgmma:
+        sizes = _estimate_sizes(gpu, padded_dim, batch_invariant=batch_invariant)
+        # Tiles of 128 queries would cut the blocks of a mask that are smaller.
+        if blocks is not None and any(block % sizes.tile_q != 0 for block in blocks.queries):
+            return dataclasses.replace(sizes, warpgroups=1)
+        may_split = bounds is not None and not has_lists and not batch_invariant
+        if bounds is None or not may_split or not _is_small_batch(sizes, bounds):
+            return sizes
+        return _small_batch_sizes(sizes, bounds)
     if is_quantized:
         require(not has_lists, "has_lists", "be False with an 8-bit KV cache", has_lists)
         require(not batch_invariant, "batch_invariant", "be False with an 8-bit KV cache", batch_invariant)
@@ -224,6 +251,34 @@ def default_sizes(
     return min(choices, key=lambda choice: choice[1] * _num_passes(bounds, choice[0]))[0]
 
 
+def _estimate_sizes(gpu: str, padded_dim: int, *, batch_invariant: bool) -> PrefillSizes:
+    """Return sizes for an architecture without wgmma, where nothing was measured.
+
+    As in FlashAttention-2, there are 128 query rows per thread block and 64 keys per tile; and, if shared
+    memory does not hold both, 64 rows.
+
+    Args:
+        gpu: Compute capability.
+        padded_dim: Padded head_dim.
+        batch_invariant: See PrefillSizes.
+    """
+    architecture = ARCHITECTURES[gpu]
+    for warpgroups, stages in ((2, 2), (2, 1), (1, 1)):
+        sizes = PrefillSizes(
+            tile_kv=64,
+            stages=stages,
+            warpgroups=warpgroups,
+            query_buffers=1,
+            ctas=architecture.num_sms,
+            batch_invariant=batch_invariant,
+            per_warp_mma=True,
+            gpu=gpu,
+        )
+        if sizes.shared_memory(padded_dim) + WARP_RESERVED_BYTES <= architecture.smem_bytes:
+            return sizes
+    raise AssertionError(f"no sizes for {padded_dim} elements per head on {gpu}")
+
+
 def check_quantized(sizes: PrefillSizes, padded_dim: int) -> None:
     """Raise ValueError if the sizes leave no warpgroups or shared memory to dequantize an 8-bit cache."""
     max_tile_kv = QUANTIZED_TABLE[padded_dim].tile_kv
@@ -239,7 +294,10 @@ def check_quantized(sizes: PrefillSizes, padded_dim: int) -> None:
 
 def is_small_batch(head_dim: int, bounds: CallBounds) -> bool:
     """Return whether the queries are so few, and the keys so many, that KV splits may pay."""
-    sizes = TABLE[head_chunks(head_dim).padded_dim]
+    return _is_small_batch(TABLE[head_chunks(head_dim).padded_dim], bounds)
+
+
+def _is_small_batch(sizes: PrefillSizes, bounds: CallBounds) -> bool:
     num_work_tiles = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
     return num_work_tiles <= SMALL_BATCH_TILES_PER_CTA * sizes.ctas and bounds.max_kv >= MIN_KV_TO_SPLIT
 

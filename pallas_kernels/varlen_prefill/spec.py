@@ -110,8 +110,8 @@ class PrefillSpec:
         score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
             Scores of a score function are in natural units.
         table_columns: Names of the columns of the schedule's table.
-        load_registers: Registers per thread that loads.
-        compute_registers: Registers per thread that computes.
+        load_registers: Registers per thread that loads; unused with per_warp_mma.
+        compute_registers: Registers per thread that computes; unused with per_warp_mma.
     """
 
     shape: PrefillShape
@@ -147,7 +147,9 @@ class PrefillSpec:
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
         more_columns = SPLIT_COLUMNS if sizes.max_splits > 1 else ()
         num_copies = (1 if tiling is None else tiling.num_copies) * shape.head.num_chunks
-        num_warpgroups = sizes.warpgroups + (1 if self.quantized is None else 3)
+        num_warpgroups = sizes.warpgroups
+        if not sizes.per_warp_mma:
+            num_warpgroups += 1 if self.quantized is None else 3
         # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for
         # computing. With the columns of a split besides, eight copies are many: with 24 registers the
         # loading warp spilled 28 bytes.
@@ -163,7 +165,8 @@ class PrefillSpec:
             load, compute = QUANTIZED_REGISTERS
         # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
         at_launch = REGISTERS // (128 * num_warpgroups) // 8 * 8
-        assert load + dequantizing + sizes.warpgroups * compute <= num_warpgroups * at_launch
+        fits = load + dequantizing + sizes.warpgroups * compute <= num_warpgroups * at_launch
+        assert fits or sizes.per_warp_mma
         score_factor = score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0
         if self.has_score_mod:
             score_factor = LOG2E
@@ -177,7 +180,10 @@ class PrefillSpec:
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
             has_low_end=has_window or tiling is None,
-            adds_alibi_by_mma=is_linear and not is_interpreted and not self.has_score_mod,
+            adds_alibi_by_mma=is_linear
+            and not is_interpreted
+            and not self.has_score_mod
+            and not sizes.per_warp_mma,
             waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
             score_factor=score_factor,
             table_columns=(*COLUMNS, *(LIST_COLUMNS if self.has_lists else more_columns)),
@@ -322,6 +328,22 @@ class PrefillSmem(NamedTuple):
     quantized: QuantizedKvSmem | None
 
 
+class WarpPrefillSmem(NamedTuple):
+    """Shared memory of a thread block with PrefillSizes.per_warp_mma.
+
+    Attributes:
+        query: Queries of each warpgroup [warpgroups, chunks, 64, width], swizzled.
+        k: Stages of keys [stages, chunks, tile_kv, width], swizzled.
+        v: Stages of values, like `k`.
+        columns: Column indices 0, 1, 2 ... f32 [warpgroups, tile_kv].
+    """
+
+    query: Ref
+    k: Ref
+    v: Ref
+    columns: Ref
+
+
 class QuantizedKvBarriers(NamedTuple):
     """Barriers between the loading warp and the dequantizing warpgroups, [stages] each.
 
@@ -392,6 +414,18 @@ def smem_types(spec: PrefillSpec) -> PrefillSmem:
     )
 
 
+def warp_smem_types(spec: PrefillSpec) -> WarpPrefillSmem:
+    """Return the types of the shared memory; see WarpPrefillSmem."""
+    sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
+    keys = swizzled_smem((sizes.stages, head.num_chunks, sizes.tile_kv, head.width), dtype)
+    return WarpPrefillSmem(
+        query=swizzled_smem((sizes.warpgroups, head.num_chunks, M, head.width), dtype),
+        k=keys,
+        v=keys,
+        columns=plgpu.SMEM((sizes.warpgroups, sizes.tile_kv), f32),
+    )
+
+
 def _quantized_types(quantized: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
     stages, _, tile_kv, _ = keys
     token_scale = plgpu.SMEM((stages, tile_kv), f32)
@@ -429,6 +463,12 @@ def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
         v_free=stage_barriers(num_arrivals=sizes.team_size),
         quantized=quantized,
     )
+
+
+def warp_barrier_types(spec: PrefillSpec) -> ScratchType:
+    """Return the barrier at which warpgroups meet in interpret mode; None if there is none."""
+    num = spec.sizes.warpgroups
+    return plgpu.Barrier(num_arrivals=num) if spec.is_interpreted and num > 1 else None
 
 
 def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:

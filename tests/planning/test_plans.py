@@ -139,7 +139,18 @@ class TestDevice:
         sizes = plan.layers[0].decode.kernel.sizes
         assert (sizes.gpu, sizes.uses_tma) == (gpu, support.ARCHITECTURES[gpu].has_tma)
 
-    def test_plan_for_a_gpu_without_a_kernel_has_the_reason(self):
+    @pytest.mark.parametrize("gpu", support.ARCHITECTURES)
+    def test_prefill_is_planned_with_the_sizes_of_the_architecture(self, gpu):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plan = jattn.plan(batch([4], [9]), SPEC, CACHE, device=gpu)
+        sizes = plan.layers[0].prefill.kernel.sizes
+        has_wgmma = support.ARCHITECTURES[gpu].has_wgmma
+        assert (sizes.gpu, sizes.per_warp_mma) == ("9.0" if has_wgmma else gpu, not has_wgmma)
+
+    def test_plan_for_a_gpu_without_a_kernel_has_the_reason(self, monkeypatch):
+        hopper = dataclasses.replace(support.KERNELS["varlen_prefill"], compute_capabilities=("9.0",))
+        monkeypatch.setitem(support.KERNELS, "varlen_prefill", hopper)
         with pytest.warns(jattn.KernelFallbackWarning, match=r"compute capability 9.0, and this GPU has 8.0"):
             text = str(jattn.plan(batch([4, 1], [4, 9]), SPEC, CACHE, device="a100"))
         assert "mosaic_gpu: varlen_prefill is compiled for compute capability 9.0" in text

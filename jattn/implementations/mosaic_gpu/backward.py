@@ -35,6 +35,7 @@ def why_not_gradients(
     is_in_order: bool,
     needs_slope_gradient: bool,
     needs_score_mod_gradient: bool,
+    gpu: str = "9.0",
 ) -> str | None:
     """Return why varlen_backward does not support a region, from static facts alone; None if it does.
 
@@ -45,8 +46,10 @@ def why_not_gradients(
         is_in_order: Whether the rows' keys are stored one row after another from the first key on.
         needs_slope_gradient: Whether a gradient of the ALiBi slopes is required.
         needs_score_mod_gradient: Whether a gradient of the score function's arrays is required.
+        gpu: Compute capability that kernels are built for.
     """
-    reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
+    reason = support.why_not_architecture("varlen_backward", gpu)
+    reason = reason or support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
         return reason
     if not is_in_order:

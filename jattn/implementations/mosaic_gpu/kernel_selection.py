@@ -40,7 +40,7 @@ def choose_kernel(
         if not isinstance(decode, str):
             return decode
         declined = decode
-    prefill = support.why_not_architecture("varlen_prefill", gpu) or _choose_prefill(layer, region, mask)
+    prefill = support.why_not_architecture("varlen_prefill", gpu) or _choose_prefill(layer, region, mask, gpu)
     return declined if isinstance(prefill, str) and declined is not None else prefill
 
 
@@ -79,7 +79,9 @@ def _choose_decode(
     return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=has_head_bits)
 
 
-def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> PrefillKernelConfig | str:
+def _choose_prefill(
+    layer: LayerConfig, region: RegionSizes, mask: Mask | None, gpu: str
+) -> PrefillKernelConfig | str:
     spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
     is_packed, is_quantized = cache is None, cache is not None and not cache.is_plain(dtype)
     if is_packed and spec.batch_invariant:
@@ -87,7 +89,8 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
     reasons = []
     if is_quantized:
         assert cache is not None
-        reasons = [
+        reasons = [support.why_not_architecture("cache_read", gpu)]
+        reasons += [
             support.why_not_read(
                 dtype=dtype,
                 cache_dtype=stored,
@@ -110,7 +113,7 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
     if reason is not None:
         return reason
     if mask is not None:
-        sizes = sparse_sizes(spec, mask)
+        sizes = sparse_sizes(spec, mask, gpu)
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
         reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
@@ -118,7 +121,7 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
             return reason
         columns_sizes = None
         if gathers_columns(mask, spec) and layer.score_function is None:  # it needs the keys' positions
-            columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True)
+            columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, gpu=gpu)
         return PrefillKernelConfig(
             sizes=sizes,
             has_lists=True,
@@ -127,9 +130,9 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
             columns_sizes=columns_sizes,
         )
     bounds = None if is_packed else _bounds(spec, region)
-    dequantizes = bounds is not None and is_quantized and _should_dequantize_in_kernel(layer, bounds)
+    dequantizes = bounds is not None and is_quantized and _should_dequantize_in_kernel(layer, bounds, gpu)
     sizes = prefill_kernel.default_sizes(
-        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=dequantizes
+        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=dequantizes, gpu=gpu
     )
     if layer.score_function is not None and layer.score_function.tables and sizes.warpgroups == 3:
         # Lookups of a tile of pairs spill from the registers that three warpgroups leave.
@@ -154,20 +157,20 @@ def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBoun
     return bounds.limited_by(score_of(spec))
 
 
-def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.CallBounds) -> bool:
+def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.CallBounds, gpu: str) -> bool:
     """Return whether the kernel dequantizes an 8-bit cache itself, which pays for few queries."""
     spec, cache = layer.spec, layer.cache
     assert cache is not None
-    reason = support.why_not_dequantize(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
+    reason = support.why_not_dequantize(kv_dtypes=cache.dtypes, head_dim=spec.head_dim, gpu=gpu)
     is_faster = prefill_kernel.should_dequantize_in_kernel(
         spec.head_dim, bounds, kv_dtypes=cache.dtypes, has_token_scales=any(cache.has_token_scales)
     )
     return reason is None and is_faster and not spec.batch_invariant
 
 
-def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.PrefillSizes:
+def sparse_sizes(spec: AttentionSpec, mask: Mask, gpu: str = "9.0") -> prefill_kernel.PrefillSizes:
     """Return the prefill kernel's sizes under a mask: tiles no larger than the mask's blocks if possible."""
     blocks = tile_lists.mask_blocks(mask)._replace(has_isolated_slashes=gathers_columns(mask, spec))
     return prefill_kernel.default_sizes(
-        spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant, blocks=blocks
+        spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant, blocks=blocks, gpu=gpu
     )

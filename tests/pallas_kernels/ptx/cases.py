@@ -1,6 +1,7 @@
 """Each device function of the PTX code in a kernel of its own, and its fallback on the same arrays."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, tile_mma, warp_votes
+from pallas_kernels.ptx import bit_mask, cp_async, row_mma, split_signs, stores, tile_mma, warp_votes
 from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
@@ -27,6 +28,12 @@ from pallas_kernels.shared.memory import head_chunks, store_unoptimized, swizzle
 from pallas_kernels.shared.paged_kv import CacheTiling
 
 f32 = jnp.float32
+TEAM_COPIES = (
+    cp_async.copy_block_rows,
+    cp_async.copy_token_rows,
+    cp_async.wait_for_team,
+    cp_async.warp_index,
+)
 
 
 class Case(NamedTuple):
@@ -234,6 +241,97 @@ def tokens_out(token: int, begin: int, end: int, tokens_per_head: int) -> Case:
     return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
+def token_rows_out(token: int, begin: int, end: int, tokens_per_head: int, columns: int, dtype: Any) -> Case:
+    """Return the case of output rows of heads that share a tile; other rows must stay unchanged."""
+    shape, bounds = (128, 1 + 64 // tokens_per_head, columns), (1, token, begin, end)
+    static = {"tokens_per_head": tokens_per_head, "columns": columns}
+
+    def body(x_g, before_g, at_g, out_g):
+        for start, head in itertools.product((0, 64), range(shape[1])):
+            rows = pl.ds(start, 64), head
+            store_unoptimized(out_g.at[rows], load(before_g.at[rows]))
+        stores.store_token_rows.on_gpu(out_g, load(x_g), *(at_g[i] for i in range(4)), **static)
+
+    def fallback(x, before, bounds):
+        out = jax.new_ref(before)
+        stores.store_token_rows.fallback(out, x, *bounds, **static)
+        return (out[...],)
+
+    arrays = jnp.asarray(drawn(64, 64)), jnp.asarray(drawn(*shape), dtype), jnp.asarray(bounds, jnp.int32)
+    return Case(arrays, kernel(body, (shape, dtype)), fallback, (stores.store_token_rows,))
+
+
+def row_products(head_dim: int, tile_kv: int, dtype: Any) -> Case:
+    """Return the case of the products of prefill by mma.sync."""
+    head, static = head_chunks(head_dim), {"head": head_chunks(head_dim), "dtype": jnp.dtype(dtype)}
+    q, k, v = (
+        jnp.asarray(drawn(head.num_chunks, rows, head.width, seed=i), dtype).at[:, :, head.chunk_dim :].set(0)
+        for i, rows in enumerate((64, tile_kv, tile_kv))
+    )
+    p, acc = jnp.asarray(np.abs(drawn(64, tile_kv, seed=3))), jnp.asarray(drawn(64, head.width, seed=4))
+    count = range(head.num_chunks)
+
+    def body(q_g, k_g, v_g, p_g, acc_g, s_g, out_g, q_s, k_s, v_s, loaded):
+        for source, target in ((q_g, q_s), (k_g, k_s), (v_g, v_s)):
+            plgpu.copy_gmem_to_smem(source, target, loaded)
+        plgpu.barrier_wait(loaded)
+        store_unoptimized(s_g, row_mma.multiply_keys.on_gpu(q_s, k_s, **static))
+        accs = row_mma.multiply_values.on_gpu([load(acc_g)] * head.num_chunks, load(p_g), v_s, **static)
+        for chunk in count:
+            store_unoptimized(out_g.at[chunk], accs[chunk])
+
+    def fallback(q, k, v, p, acc):
+        s = row_mma.multiply_keys.fallback(jax.new_ref(q), jax.new_ref(k), **static)
+        accs = row_mma.multiply_values.fallback([acc for _ in count], p, jax.new_ref(v), **static)
+        return s, jnp.stack(accs)
+
+    scratch = *(swizzled_smem(x.shape, dtype) for x in (q, k, v)), plgpu.Barrier(num_arrivals=3)
+    run = kernel(body, ((64, tile_kv), f32), ((head.num_chunks, 64, head.width), f32), scratch=scratch)
+    return Case((q, k, v, p, acc), run, fallback, (row_mma.multiply_keys, row_mma.multiply_values), 1e-4)
+
+
+def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
+    """Return the case of copies of which each warp of a team finds its own rows: of a cache and of tokens."""
+    head, rng, heads, num_blocks = head_chunks(head_dim), np.random.default_rng(3), 3, 9
+    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    shape = (heads, block_size) if is_hnd else (block_size, heads)
+    cache = tiling.tile_cache(jnp.asarray(drawn(num_blocks, *shape, head_dim), jnp.bfloat16))
+    tokens = head.split(jnp.asarray(drawn(70, heads, head_dim, seed=1), jnp.bfloat16))
+    table = jnp.asarray(rng.integers(num_blocks, size=8), jnp.int32)
+    out = (head.num_chunks, 64, head.width), cache.dtype
+    runs, token_rows = max(16 // block_size, 1), {"head": head, "rows_per_head": 32}
+
+    def body(cache_g, tokens_g, table_g, tile_g, token_tile_g, tile_s, token_tile_s):
+        first = cp_async.warp_index.on_gpu(num_warps=4) * 16
+        column = lax.div(first, jnp.int32(block_size))
+        blocks = [table_g[column + i] for i in range(runs)]
+        offset, kv_head = lax.rem(first, jnp.int32(block_size)), jnp.int32(1)
+        cp_async.copy_block_rows.on_gpu(tile_s, cache_g, blocks, offset, kv_head, tiling=tiling, num_warps=4)
+        cp_async.copy_token_rows.on_gpu(
+            token_tile_s, tokens_g, jnp.int32(50), kv_head, num_warps=4, **token_rows
+        )
+        cp_async.commit_copies.on_gpu()
+        cp_async.wait_for_team.on_gpu(num_pending=0, num_warpgroups=1)
+        plgpu.commit_smem()
+        for source, result in ((tile_s, tile_g), (token_tile_s, token_tile_g)):
+            plgpu.copy_smem_to_gmem(source, result)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fallback(cache, tokens, table):
+        results = [jax.new_ref(jnp.zeros(*out)) for _ in range(2)]
+        blocks, zero, kv_head = list(table[: tiling.num_copies]), jnp.int32(0), jnp.int32(1)
+        cp_async.copy_block_rows.fallback(
+            results[0], jax.new_ref(cache), blocks, zero, kv_head, tiling=tiling, num_warps=1
+        )
+        cp_async.copy_token_rows.fallback(
+            results[1], jax.new_ref(tokens), jnp.int32(50), kv_head, num_warps=1, **token_rows
+        )
+        return tuple(result[...] for result in results)
+
+    run = kernel(body, out, out, scratch=(swizzled_smem(*out), swizzled_smem(*out)))
+    return Case((cache, tokens, table), run, fallback, TEAM_COPIES)
+
+
 def tiles_out(dtype: Any) -> Case:
     """Return the case of an array of 30 rows, whose last 6 rows no tile contains."""
     tiles, last_rows = jnp.asarray(drawn(2, 24, 64), dtype), jnp.asarray(drawn(6, 2, 64, seed=1), dtype)
@@ -361,7 +459,7 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         swizzled_smem(outs[2][0], query.dtype),
         swizzled_smem(outs[3][0], wide.dtype),
     )
-    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction)]
+    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction) and x not in TEAM_COPIES]
     arrays = cache, scale, query, places, wide
     return Case(arrays, kernel(body, *outs, scratch=scratch), fallback, (*functions,))
 
@@ -399,6 +497,12 @@ def all_cases() -> dict[str, Case]:
         "tokens-whole": tokens_out(0, 0, 64, 64),
         "tokens-16": tokens_out(-3, 5, 14, 16),
         "tokens-none": tokens_out(60, 7, 3, 32),
+        "token-rows-40": token_rows_out(0, 0, 64, 64, 40, f16),
+        "token-rows-16": token_rows_out(-3, 5, 14, 16, 64, bf16),
+        "row-products-80": row_products(80, 64, bf16),
+        "row-products-128": row_products(128, 128, f16),
+        "team-copies-8": team_copies(8, 80, is_hnd=True),
+        "team-copies-32": team_copies(32, 128, is_hnd=False),
         "tiles": tiles_out(bf16),
         "copies-8": copies(8, 64, bf16, is_hnd=False),
         "copies-16-80": copies(16, 80, jnp.int8, is_hnd=True),

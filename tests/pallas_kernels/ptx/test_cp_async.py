@@ -1,5 +1,6 @@
 """The addresses of cp.async copies, computed lane by lane: every byte goes where TMA would write it."""
 
+import functools
 import re
 import types
 
@@ -35,9 +36,6 @@ class Machine:
         self.lane = self.warp = 0
 
     def ptx(self, code, *args, result_type=None):
-        if "mad.wide.s32" in code:
-            pointer, index, offset = args
-            return pointer + index * int(re.search(r"\$2, (\d+), \$1", code)[1]) + offset
         assert code == "{ .reg .b64 x; cvt.u64.u32 x, $2; add.s64 $0, $1, x; }"
         return sum(args)
 
@@ -60,12 +58,12 @@ class Machine:
         """Replace the functions that emit code by functions that execute it."""
         add = lambda *terms: sum(terms)
         lanes = types.SimpleNamespace(
-            lane_and_warp=lambda: (self.lane, self.warp), const=int, times=lambda x, n: x * n, add=add,
+            lane_and_warp=lambda **_: (self.lane, self.warp), const=int, times=lambda x, n: x * n, add=add,
             is_below=lambda x, n: x < n, address=lambda ref: 0, pointer=lambda ref: GMEM, ptx=self.ptx,
-            run=self.run, i64=lambda: None,
+            run=self.run, i64=lambda: None, advance=lambda pointer, i, stride, at: pointer + i * stride + at,
         )  # fmt: skip
         arith = types.SimpleNamespace(
-            andi=lambda a, b: a & b, xori=lambda a, b: a ^ b, shrui=lambda a, b: a >> b, minsi=min,
+            andi=lambda a, b: a & b, xori=lambda a, b: a ^ b, shrui=lambda a, b: a >> b, minsi=min, maxsi=max,
             select=lambda condition, a, b: a if condition else b, cmpi=lambda _, a, b: a >= b,
             CmpIPredicate=types.SimpleNamespace(sge=None),
         )  # fmt: skip
@@ -79,8 +77,8 @@ class Machine:
         ):  # fmt: skip
             patch.setattr(cp_async, name, replacement)
 
-    def run_warpgroup(self, function, *args, **static):
-        for self.warp in range(4):
+    def run_warpgroup(self, function, *args, num_warps=4, **static):
+        for self.warp in range(num_warps):
             for self.lane in range(32):
                 function(None, *args, **static)
 
@@ -143,6 +141,54 @@ def test_each_byte_of_a_tile_goes_where_tma_would_write_it(
     machine.run_warpgroup(cp_async._copy_tile_by_lanes, Array(tile), Array(cache), scalars, tiling=tiling)
     expected = in_swizzled_memory(tile, swizzle_bytes(itemsize, head.width))
     np.testing.assert_array_equal(machine.smem, expected)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 128, 256])
+@pytest.mark.parametrize(("num_warps", "tile_kv"), [(4, 64), (8, 64), (8, 128)])
+@pytest.mark.parametrize("is_hnd", [False, True])
+def test_each_of_several_warps_copies_its_own_blocks(monkeypatch, block_size, num_warps, tile_kv, is_hnd):
+    head, rng = head_chunks(80), np.random.default_rng(1)
+    tiling = CacheTiling(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head)
+    per_block = (3, block_size) if is_hnd else (block_size, 3)
+    cache = random_bytes((7, *per_block, 80), np.dtype(np.uint16))
+    by_token = cache.swapaxes(1, 2) if is_hnd else cache
+    # The second tile of a request, whose blocks are in any order.
+    table, tokens = rng.integers(7, size=2 * tile_kv // 8), np.arange(tile_kv, 2 * tile_kv)
+    rows = by_token[table[tokens // block_size], tokens % block_size, 2]
+    tile = np.zeros((2, tile_kv, 64), np.uint16)
+    tile[:, :, :40] = rows.reshape(tile_kv, 2, 40).swapaxes(0, 1)
+    tiled_cache = np.asarray(tiling.tile_cache(cache))
+    machine = Machine(cache.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    warp_rows = tile_kv // num_warps
+    for machine.warp in range(num_warps):
+        first = tile_kv + machine.warp * warp_rows
+        blocks = table[first // block_size :][: max(warp_rows // block_size, 1)].tolist()
+        for machine.lane in range(32):
+            cp_async._copy_block_rows_by_lanes(
+                None, Array(tile), Array(tiled_cache), [2, first % block_size, *blocks],
+                num_rows=tile_kv, tiling=tiling, num_warps=num_warps,
+            )  # fmt: skip
+    np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, 128))
+
+
+@pytest.mark.parametrize(("first_token", "rows_per_head"), [(8, 64), (-3, 16), (90, 32)])
+@pytest.mark.parametrize("num_warps", [4, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_each_token_goes_to_its_row(monkeypatch, first_token, rows_per_head, num_warps, head_dim):
+    head, num_heads = head_chunks(head_dim), 64 // rows_per_head
+    array = np.asarray(head.split(random_bytes((100, 6, head_dim), np.dtype(np.uint16))))
+    tokens = np.clip(first_token + np.arange(rows_per_head), 0, 99)
+    rows = array[tokens, 1 : 1 + num_heads].swapaxes(0, 1).reshape(64, head.num_chunks, head.chunk_dim)
+    tile = np.zeros((head.num_chunks, 64, head.width), np.uint16)
+    tile[:, :, : head.chunk_dim] = rows.swapaxes(0, 1)
+    machine = Machine(array.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    machine.run_warpgroup(
+        functools.partial(cp_async._copy_token_rows_by_lanes, num_warps=num_warps), Array(tile), Array(array),
+        first_token, 1, num_rows=64, head=head, rows_per_head=rows_per_head, num_warps=num_warps,
+    )  # fmt: skip
+    np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, 128))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])

@@ -86,6 +86,7 @@ class TestDefaultBuckets:
 CPU = types.SimpleNamespace(platform="cpu")
 HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
 AMPERE = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
+TURING = types.SimpleNamespace(platform="gpu", compute_capability="7.5")
 
 
 class TestDefaultStepSizes:
@@ -94,7 +95,8 @@ class TestDefaultStepSizes:
         return resolve_step_sizes(EngineConfig(**options))
 
     @pytest.mark.parametrize(
-        ("device", "sizes"), [(CPU, (16, 512)), (AMPERE, (256, 2048)), (HOPPER, (256, 8192))]
+        ("device", "sizes"),
+        [(CPU, (16, 512)), (TURING, (256, 2048)), (AMPERE, (256, 8192)), (HOPPER, (256, 8192))],
     )
     def test_step_sizes_depend_on_the_device(self, monkeypatch, device, sizes):
         assert self.sizes(monkeypatch, device) == sizes

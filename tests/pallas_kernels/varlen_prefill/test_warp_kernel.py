@@ -1,0 +1,120 @@
+"""The prefill kernel of GPUs without wgmma: contract, splits and packed heads, sizes and compilation."""
+
+import dataclasses
+
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import target
+from pallas_kernels.shared.memory import HEAD_DIMS, head_chunks
+from pallas_kernels.support import ARCHITECTURES
+from pallas_kernels.varlen_prefill import CallBounds, MaskBlocks, PrefillSizes, default_sizes
+from pallas_kernels.varlen_prefill.sizes import MAX_SPLITS, WARP_RESERVED_BYTES
+from tests import aot, contract
+from tests.contract import Problem, case_id
+from tests.pallas_kernels.varlen_prefill.prefill_aot_cases import STORED, aot_cases
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
+from tests.pallas_kernels.varlen_prefill.test_entry import FACTORS, LONG, attend, cases, plain_case
+
+WITHOUT_WGMMA = [gpu for gpu, architecture in ARCHITECTURES.items() if not architecture.has_wgmma]
+SMALL = PrefillSizes(
+    tile_kv=64, stages=1, warpgroups=1, query_buffers=1, ctas=3, per_warp_mma=True, gpu="8.0"
+)
+
+
+@pytest.fixture(autouse=True)
+def _long_regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
+
+
+def check(case, **changes):
+    problem = Problem(case)
+    problem.check(*attend(problem, plgpu.InterpretGPUParams(), dataclasses.replace(SMALL, **changes)))
+
+
+class TestContract:
+    def test_one_warpgroup_with_one_stage_over_a_paged_cache(self):
+        check(plain_case(region="behind", window=(20, 0), sinks=True, block_size=8))
+
+    def test_two_warpgroups_with_two_stages_over_packed_keys(self):
+        case = plain_case(region="behind", kv="no_cache", alibi="linear", head_dim=80, dtype="float16")
+        check(case, warpgroups=2, stages=2)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
+    def test_combinations_of_features(self, case):
+        tile_kv = 64 if case["head_dim"] > 128 or case["causal"] else 128
+        check(case, warpgroups=1 if case["sinks"] else 2, stages=2 if case["alibi"] else 1, tile_kv=tile_kv)
+
+    @pytest.mark.slow
+    def test_splits_of_packed_heads(self, monkeypatch):
+        split_every_tile(monkeypatch)
+        case = plain_case(region="behind", heads=(4, 1), sinks=True, alibi="linear")
+        check(case, max_splits=MOST, pack_gqa=2, warpgroups=2)
+
+
+class TestSizes:
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    @pytest.mark.parametrize("gpu", WITHOUT_WGMMA)
+    def test_tiles_fit_shared_memory(self, gpu, head_dim):
+        sizes = default_sizes(head_dim, gpu=gpu)
+        needed = sizes.shared_memory(head_chunks(head_dim).padded_dim) + WARP_RESERVED_BYTES
+        assert (sizes.per_warp_mma, sizes.gpu) == (True, gpu)
+        assert needed <= ARCHITECTURES[gpu].smem_bytes
+
+    def test_few_queries_get_splits_and_packed_heads(self):
+        bounds = CallBounds(num_tokens=256, reqs=1, q_heads=32, kv_heads=8, max_kv=65536)
+        sizes = default_sizes(128, bounds=bounds, gpu="8.0")
+        assert (sizes.max_splits, sizes.pack_gqa) == (MAX_SPLITS, 4)
+        assert default_sizes(128, bounds=bounds, batch_invariant=True, gpu="8.0").max_splits == 1
+        many = bounds._replace(num_tokens=65536)
+        assert default_sizes(128, bounds=many, gpu="8.0") == default_sizes(128, gpu="8.0")
+
+    def test_tiles_do_not_cut_the_blocks_of_a_mask(self):
+        blocks = MaskBlocks(queries=(64,), keys=(64,))
+        assert default_sizes(128, has_lists=True, blocks=blocks, gpu="8.0").tile_q == 64
+        assert default_sizes(128, has_lists=True, blocks=MaskBlocks((128,), (64,)), gpu="8.0").tile_q == 128
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [({"warpgroups": 3}, "warpgroups must be one of 1, 2, got 3"),
+         ({"query_buffers": 2}, "query_buffers must be one of 1, got 2"),
+         ({"stages": 0}, "stages must be positive"),
+         ({"per_warp_mma": False, "warpgroups": 2, "stages": 2}, "per_warp_mma must be True without wgmma"),
+         ({"gpu": "7.5"}, "gpu must be one of '8.0'")],
+    )  # fmt: skip
+    def test_invalid_sizes_are_refused(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(SMALL, **change)
+
+
+class TestAheadOfTime:
+    def check(self, names, gpu):
+        aot.require_plugin()
+        reports = aot.compile_all("tests.pallas_kernels.varlen_prefill.prefill_aot_cases", names, gpu)
+        for name, kernels in reports.items():
+            assert [kernel.spilled_bytes for kernel in kernels] == [0] * len(kernels), name
+            assert kernels, name
+
+    @pytest.mark.parametrize(
+        ("gpu", "name"),
+        [("8.0", "d128-plain-packed-bfloat16"), ("12.0", "d128-window_sinks-NHD8-bfloat16")],
+    )
+    def test_a_sample_compiles_without_spills(self, gpu, name):
+        self.check([name], gpu)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("gpu", WITHOUT_WGMMA)
+    def test_all_shipped_kernels_compile_without_spills(self, gpu):
+        names = [name for name in aot_cases() if not any(f"-{stored}-" in name for stored in STORED)]
+        self.check(names, gpu)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("gpu", ["8.0", "8.9"])
+    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    def test_prefill_of_an_older_architecture_equals_float64(self, case, gpu):
+        problem = Problem(case)
+        with target(gpu):
+            problem.check(*attend(problem))
