@@ -161,18 +161,18 @@ def test_plan_without_the_score_function_is_an_error():
         jattn.attend(QUERY[0, :3], kv, metadata, spec, plan, score_mod=soft_cap)
 
 
-def floored(score, batch, head, q_idx, kv_idx):
-    return score - jnp.floor(kv_idx / 8.0)
+def powered(score, batch, head, q_idx, kv_idx):
+    return score - (1.0 + kv_idx) ** 0.3
 
 
 def test_plan_says_why_a_score_function_has_no_kernel():
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=128)
     metadata = jattn.build_batch_metadata([8], [8], None)
     options = {"implementation": ("mosaic_gpu", "xla"), "device": "h100"}
-    reason = "there is no kernel for the score function floored: it uses floor"
-    assert reason in str(jattn.plan(metadata, spec, score_mod=floored, **options))
+    reason = "there is no kernel for the score function powered: it uses pow"
+    assert reason in str(jattn.plan(metadata, spec, score_mod=powered, **options))
     with pytest.raises(NotImplementedError, match=reason):
-        jattn.plan(metadata, spec, score_mod=floored, implementation="mosaic_gpu", device="h100")
+        jattn.plan(metadata, spec, score_mod=powered, implementation="mosaic_gpu", device="h100")
 
 
 @pytest.mark.parametrize("name", MODS)

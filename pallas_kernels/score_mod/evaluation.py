@@ -100,10 +100,14 @@ class KernelScoreMod:
         (value,) = self._evaluate(self._traces().value, s, tile)
         return value
 
-    def apply_with_derivative(self, s: Tile, tile: ScoreTile) -> tuple[Tile, Tile]:
-        """Return the new scores of a tile, and their derivatives by the scores."""
-        value, derivative = self._evaluate(self._traces().value_and_derivative, s, tile)
-        return value, derivative
+    def apply_with_derivative(self, s: Tile, tile: ScoreTile) -> tuple[Tile, Tile | None]:
+        """Return the new scores of a tile, and their derivatives by the scores; None if these are all 1."""
+        jaxpr = self._traces().value_and_derivative
+        derivative = jaxpr.outvars[1]
+        if isinstance(derivative, Literal) and derivative.val == 1.0:
+            return self.apply(s, tile), None
+        new_scores, derivatives = self._evaluate(jaxpr, s, tile)
+        return new_scores, derivatives
 
     def _traces(self) -> Traces:
         traces = trace(self.function, trace_settings())

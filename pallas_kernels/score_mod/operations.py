@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+FIRST_INTEGER = 2.0**23  # From here on every f32 is an integer.
+
 
 def _bind(eqn: Any, *args: Any) -> Any:
     return eqn.primitive.bind(*args, **eqn.params)
@@ -21,6 +23,16 @@ def _integer_power(eqn: Any, x: Any) -> Any:
     exponent = eqn.params["y"]
     power = functools.reduce(operator.mul, [x] * abs(exponent), jnp.ones_like(x))
     return power if exponent >= 0 else 1 / power
+
+
+def _floor(eqn: Any, x: Any) -> Any:
+    truncated = x.astype(jnp.int32).astype(jnp.float32)
+    floor = jnp.where(truncated > x, truncated - 1.0, truncated)
+    return jnp.where(jnp.abs(x) < FIRST_INTEGER, floor, x)
+
+
+def _ceil(eqn: Any, x: Any) -> Any:
+    return _floor(eqn, x * -1.0) * -1.0
 
 
 def _negate(eqn: Any, x: Any) -> Any:
@@ -52,6 +64,8 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "neg": _negate,
     "not": _invert,
     "abs": _absolute,
+    "floor": _floor,
+    "ceil": _ceil,
     "integer_pow": _integer_power,
     "convert_element_type": _convert,
     "one_minus_square": lambda eqn, x: 1 - x * x,

@@ -32,8 +32,8 @@ def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
     return tanh * (score.soft_cap * LOG2E), tanh
 
 
-def apply_score_mod(score_mod: KernelScoreMod, y: Tile, tile: ScoreTile) -> tuple[Tile, Tile]:
-    """Return the new scores times log2(e) of scores times log2(e), and the derivatives."""
+def apply_score_mod(score_mod: KernelScoreMod, y: Tile, tile: ScoreTile) -> tuple[Tile, Tile | None]:
+    """Return the new scores times log2(e) of scores times log2(e), and the derivatives or None for 1."""
     new_scores, derivative = score_mod.apply_with_derivative(y * (1 / LOG2E), tile)
     return new_scores * LOG2E, derivative
 

@@ -38,6 +38,7 @@ def every_operation(score, batch, head, q_idx, kv_idx):
         position += (
             lax.sqrt(y) + lax.rsqrt(y) + lax.sin(y) * lax.cos(y) + lax.square(y) + lax.integer_pow(y, 3)
         )
+        position += lax.floor(y) + lax.ceil(-y)
         position += lax.round(y) + lax.sign(y) + lax.integer_pow(y, -2) - lax.tanh(y) / y
         small = lax.clamp(0, index, 7)
         ints = (small << 2) ^ (small // 3) | (index % 5) & lax.sign(index)

@@ -58,6 +58,7 @@ def evaluate(function, arrays, scores, *, has_key_rows, has_heads):
     )
     mod = KernelScoreMod.of(ScoreFunction(function, table_types(arrays)), arrays, FIRST_ROW)
     value, derivative = mod.apply_with_derivative(scores, tile)
+    derivative = jnp.ones(SHAPE) if derivative is None else derivative
     np.testing.assert_array_equal(mod.apply(scores, tile), value)
     along = lambda x, axis: jnp.broadcast_to(jnp.expand_dims(x, 1 - axis), SHAPE)
     heads = along(heads, query_axis) if has_heads else heads
@@ -109,8 +110,8 @@ def test_the_compiled_function_has_every_operation():
     assert not missing
 
 
-def floored(score, batch, head, q_idx, kv_idx, table):
-    return score + jnp.floor(score)
+def powered(score, batch, head, q_idx, kv_idx, table):
+    return score + (1.0 + kv_idx) ** table[head]
 
 
 def gathered(score, batch, head, q_idx, kv_idx, table):
@@ -143,7 +144,7 @@ def capturing(score, batch, head, q_idx, kv_idx, table):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (floored, "floored: it uses floor"),
+        (powered, "powered: it uses pow"),
         (gathered, "gathered: it must index its arrays with scalars"),
         (sliced, "an array is indexed by slice"),
         (reduced, "it must index its arrays with scalars and be elementwise otherwise"),
@@ -155,6 +156,16 @@ def capturing(score, batch, head, q_idx, kv_idx, table):
 def test_what_kernels_cannot_evaluate_has_a_reason(function, reason):
     with pytest.raises(NotImplementedError, match=reason):
         raise NotImplementedError(why_no_kernel(ScoreFunction(function, table_types((CAPTURED,)))))
+
+
+def test_floor_and_ceil_equal_those_of_jnp():
+    def function(score, batch, head, q_idx, kv_idx):
+        return jnp.floor(score) + 2.0**26 * jnp.ceil(score)
+
+    numbers = [-2.0, -1.5, -1e-9, 0.0, 1e-9, 2.5, 2.0**22 + 0.5, 2.0**30, jnp.inf, -jnp.inf, jnp.nan]
+    scores = jnp.resize(jnp.asarray(numbers), SHAPE)
+    (value, _), (expected, _) = evaluate(function, (), scores, has_key_rows=False, has_heads=False)
+    np.testing.assert_array_equal(value, expected)
 
 
 def test_captured_scalars_are_constants():
