@@ -1,5 +1,8 @@
 """Score functions equal a dense definition in float64, with gradients of their arrays."""
 
+import functools
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,3 +201,27 @@ def test_plan_has_kernels_for_elementwise_functions_and_lookups(name):
 def test_what_is_no_score_function_is_an_error(score_mod, message):
     with pytest.raises(ValueError, match=message):
         jattn.attention(QUERY, KEY, VALUE, score_mod=score_mod)
+
+
+def test_gradients_of_arrays_have_no_kernel():
+    function, (gains, ids) = MODS["gains"]
+    q, k, v = (x[0].astype(jnp.bfloat16) for x in (QUERY, KEY, VALUE))
+    q, k, v = (jnp.tile(x, (1, 1, 4)) for x in (q, k, v))  # heads of 64
+
+    def loss(q, gains, implementation=None):
+        mod = jattn.ScoreMod(function, gains, ids)
+        return (
+            jattn.attention(q, k, v, score_mod=mod, implementation=implementation).astype(jnp.float32).sum()
+        )
+
+    reason = "there is no kernel for the gradients of a score function's arrays"
+    with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
+        jax.eval_shape(jax.grad(functools.partial(loss, implementation="mosaic_gpu")), q, gains)
+        with pytest.warns(
+            jattn.KernelFallbackWarning, match=f"fall back to xla on a GPU, which is slow: {reason}"
+        ):
+            jax.eval_shape(jax.grad(loss, argnums=1), q, gains)
+        with pytest.raises(NotImplementedError, match=reason):
+            jax.eval_shape(
+                jax.grad(functools.partial(loss, implementation="mosaic_gpu"), argnums=1), q, gains
+            )

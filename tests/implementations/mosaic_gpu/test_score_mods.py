@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
+from pallas_kernels import support
 from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
@@ -59,18 +60,20 @@ def problem_of(function, lens, *, kv, spec=None, mask=None, **setting):
     return problem, {"sinks": as_array(problem.sinks), "alibi_slopes": as_array(problem.slopes)}
 
 
-def check(function, lens, **options):
+def check(function, lens, *, gpu=None, **options):
     """Compare the output of a step with one region with the definition."""
     mask = MASKS[options.get("mask")]
     problem, modifiers = problem_of(function, lens, **options)
     query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
-    kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
+    with support.target(gpu):
+        kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
     sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
     run = functools.partial(
         mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
         kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
     )  # fmt: skip
-    problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
+    with support.target(gpu):
+        problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
 
 
 def check_gradients(function, **options):
@@ -105,6 +108,9 @@ def check_gradients(function, **options):
         pytest.param(relative, PREFILL, {"kv": "no_cache", "mask": "slashed"}, marks=SLOW),
         pytest.param(gained, PREFILL, {"kv": "NHD", "mask": "blocked"}, marks=SLOW),
         pytest.param(gained, DECODE, {"kv": "NHD", "mask": "blocked"}, marks=SLOW),
+        pytest.param(gained, PREFILL, {"kv": "NHD", "spec": {"soft_cap": 5.0}, "gpu": "8.0"}, marks=SLOW),
+        pytest.param(hiding, PREFILL, {"kv": "NHD", "has_alibi": True, "gpu": "8.0"}, marks=SLOW),
+        pytest.param(gained, DECODE, {"kv": "NHD", "gpu": "8.0"}, marks=SLOW),
     ],
 )  # fmt: skip
 def test_kernels_equal_the_definition(function, lens, options):
