@@ -1,7 +1,7 @@
-"""Products of tiles in shared memory by mma.sync, which every GPU since Ampere has; for GPUs without wgmma.
+"""Products of tiles by mma.sync, which every GPU since Ampere has; for GPUs without wgmma.
 
 Each warp multiplies the 16 of 64 rows that it holds in the layout of a wgmma accumulator, and reads all
-columns of the right operand. No warp waits for another.
+columns of the right operand from shared memory. No warp waits for another.
 """
 
 import functools
@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments
-from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.fallback import round_to, with_fallback
 from pallas_kernels.ptx.layouts import TILE
-from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16
+from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16, pack_16bit
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Ref, Tile
 
@@ -86,3 +86,47 @@ def _multiply_by_lanes(
                     for acc, a_operand in zip(sums, a_operands, strict=True):
                         acc[column] = mma_m16n8k16(acc[column], a_operand, b_operand, dtype)
     return tuple(fragments.tile_from_fragments(columns) for columns in sums)
+
+
+def _multiply_registers(acc: Tile, a: Tile, b_s: Ref) -> Tile:
+    return acc + jnp.matmul(round_to(a, b_s.dtype), b_s[...].astype(f32), precision="highest")
+
+
+@with_fallback(_multiply_registers, reads_smem=True)
+def multiply_registers(acc: Tile, a: Tile, b_s: Ref) -> Tile:
+    """Return acc + A B with A in registers, in the layout of an accumulator: that of an operand when rounded.
+
+    Args:
+        acc: f32 [64, n].
+        a: A, f32 [64, k], which is rounded to the dtype of B.
+        b_s: B in 16 bits in swizzled SMEM, [k, n] with k a multiple of 16 and n a multiple of 64.
+    """
+    result = plgpu.ShapeDtypeStruct(acc.shape, f32, TILE)
+    run = plgpu.inline_mgpu(arg_types=(TILE, TILE, plgpu.RefType(swizzle_transforms(2))), return_type=result)
+    body = functools.partial(_multiply_registers_by_lanes, shape=b_s.shape, dtype=jnp.dtype(b_s.dtype))
+    return run(body)(acc, a, b_s)
+
+
+def _multiply_registers_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    acc: mgpu.FragmentedArray,
+    a: mgpu.FragmentedArray,
+    b_s: ir.Value,
+    *,
+    shape: tuple[int, int],
+    dtype: np.dtype,
+) -> mgpu.FragmentedArray:
+    k, n = shape
+    right = LdmatrixTile(b_s, rows=k, row_bytes=2 * n, swizzle=SWIZZLE, by_warp=False)
+    sums: list[Sequence[ir.Value]] = list(fragments.column_fragments(acc))
+    # Two fragments of 8 columns are an operand of 16 columns: rows g and g + 8 of the first, then the second.
+    halves = [
+        [pack_16bit(w, x, dtype), pack_16bit(y, z, dtype)] for w, x, y, z in fragments.column_fragments(a)
+    ]
+    for step in range(k // STEP):
+        a_operand = halves[2 * step] + halves[2 * step + 1]
+        for first in range(0, n, 16):
+            low, high, next_low, next_high = right.load(0, first // 16, first_row=STEP * step, transpose=True)
+            for column, b_operand in enumerate(((low, high), (next_low, next_high)), first // 8):
+                sums[column] = mma_m16n8k16(sums[column], a_operand, b_operand, dtype)
+    return fragments.tile_from_fragments(sums)

@@ -18,6 +18,9 @@ from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, vis
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, M, PrefillScheduleRefs, PrefillSpec
 
+# Columns of the table that loads and masks of KV tiles use.
+KV_TILE_COLUMNS = ("req", "position", "seq_len", "first_visible_key", "kv_start", "list")
+
 
 class PrefillWorkTile:
     """A query tile of one head, or of one group of packed heads, with all of its keys or one KV split.
@@ -100,6 +103,19 @@ class PrefillTileScheduler:
         columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.spec.table_columns)}
         head = columns["head"] if head is None else head
         return PrefillWorkTile(head, columns.__getitem__, self.schedule.entries, self.spec), row
+
+    def read_from_gmem(self, index: Scalar) -> PrefillWorkTile:
+        """Return a work tile whose columns are in registers if KV tiles need them, else read at each use."""
+        row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
+        names, table_g = self.spec.table_columns, self.schedule.table
+        kept = {name: table_g[row, names.index(name)] for name in KV_TILE_COLUMNS if name in names}
+
+        def column(name: str) -> Scalar:
+            return kept[name] if name in kept else table_g[row, names.index(name)]
+
+        return PrefillWorkTile(
+            column("head") if head is None else head, column, self.schedule.entries, self.spec
+        )
 
     def read_from_smem(self, index: Scalar, columns_s: Ref) -> PrefillWorkTile:
         """Return a work tile whose row of the table is in shared memory; columns are read at each use."""

@@ -11,7 +11,7 @@ no other warps. For each KV tile i of a work tile (s = i % stages):
     zero invisible values, if it is a tile at an end
     O = O * alpha + P V
 
-Products are those of ptx/row_mma.py. Masks, bias, softmax, the schedule and the combine kernel are those of
+Products are those of ptx/tile_mma.py. Masks, bias, softmax, the schedule and the combine kernel are those of
 the kernel with wgmma (kernel.py), which overlaps the softmax with products and is therefore another loop.
 """
 
@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.row_mma import multiply_keys, multiply_values
+from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
 from pallas_kernels.shared.types import Barriers, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.epilogue import (
     RowResults,
@@ -122,7 +122,7 @@ class WarpMainloop:
         self, scheduler: PrefillTileScheduler, tile_index: Callable[[Scalar], Scalar], iteration: Scalar
     ) -> None:
         """Compute and store the rows of a work tile."""
-        work_tile, _ = scheduler.read_to_registers(tile_index(iteration))
+        work_tile = scheduler.read_from_gmem(tile_index(iteration))
         rows = QueryRows(work_tile, self.wg, self.inputs.slopes, self.spec)
         loads = self.pipeline.start(work_tile)
 
@@ -191,12 +191,15 @@ class WarpMainloop:
         """
         spec, policy, work_tile = self.spec, self.policy, rows.work_tile
         tile = rows.tile(i, masked_ends, is_first=is_first)
-        head, dtype, is_interpreted = spec.shape.head, spec.dtype, spec.is_interpreted
+        num_chunks, is_interpreted = spec.shape.head.num_chunks, spec.is_interpreted
         # The mask's data comes from global memory: load it before the keys are awaited.
         loaded = self.masking.load(tile)
         stage = self.pipeline.wait_keys(work_tile, i, state.loads)
         q_s, k_s, v_s = self.smem.query.at[self.wg], self.smem.k.at[stage], self.smem.v.at[stage]
-        s = multiply_keys(q_s, k_s, head=head, dtype=dtype, is_interpreted=is_interpreted)
+        s = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        for chunk in range(num_chunks):
+            operands = q_s.at[chunk], k_s.at[chunk]
+            (s,) = multiply_tiles([s], *operands, is_transposed=True, is_interpreted=is_interpreted)
         # Mask: after the bias, whose row term the policy adds, and before the maximum.
         s, row_term = self.bias.apply(tile, s)
         s = policy.prescale(s, row_term, state.row_max, is_first=is_first)
@@ -209,7 +212,10 @@ class WarpMainloop:
             accs, row_sum = tuple(sums[:-1]), sums[-1] + row_sum
         loads = self.pipeline.wait_values(work_tile, i, state.loads)
         self.clear_values(tile, stage)
-        accs = multiply_values(accs, p, v_s, head=head, dtype=dtype, is_interpreted=is_interpreted)
+        accs = tuple(
+            multiply_registers(acc, p, v_s.at[chunk], is_interpreted=is_interpreted)
+            for chunk, acc in enumerate(accs)
+        )
         return WarpTileState(accs, row_sum, shifted.row_max, loads)
 
     def clear_values(self, tile: KvTile, stage: Scalar) -> None:

@@ -53,10 +53,16 @@ def check_decode(window=None, split_kv=None, sizes=None) -> None:
     run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **arrays)
 
 
-def check_prefill(window=None, max_splits=1) -> None:
+# Prefill on GPUs without wgmma.
+PER_WARP = varlen_prefill.PrefillSizes(
+    tile_kv=64, stages=2, warpgroups=1, query_buffers=1, ctas=3, per_warp_mma=True, gpu="8.0"
+)
+
+
+def check_prefill(window=None, max_splits=1, sizes=None) -> None:
     """Check prompts of several tiles, one with context."""
     problem = problem_of([150, 3, 70], [150, 3, 270], window)
-    sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, max_splits=max_splits)
+    sizes = sizes or varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, max_splits=max_splits)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
@@ -92,12 +98,13 @@ def check_quantized() -> None:
     run(kernel, problem, block_table=metadata.block_table, **lens, **scales)
 
 
-def check_lists() -> None:
+def check_lists(sizes=None) -> None:
     """Check tile lists: blocks that differ by head, and a mask that is evaluated in the kernel."""
     mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
     visible = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
     problem = problem_of([150, 3, 270], [150, 3, 270], visible=visible)
-    sizes, metadata, spec = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3), problem.metadata, problem.spec
+    sizes = sizes or varlen_prefill.PrefillSizes(tile_kv=64, ctas=3)
+    metadata, spec = problem.metadata, problem.spec
 
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
         make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)

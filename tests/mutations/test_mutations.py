@@ -31,6 +31,8 @@ from pallas_kernels.varlen_prefill import tile_scheduler
 from pallas_kernels.varlen_prefill.loader import Dequantizer
 from pallas_kernels.varlen_prefill.spec import ROW, M
 from pallas_kernels.varlen_prefill.tile_scheduler import QueryRows
+from pallas_kernels.varlen_prefill.warp_kernel import WarpMainloop
+from pallas_kernels.varlen_prefill.warp_loader import WarpPipeline
 from tests.mutations import kernels
 
 README = pathlib.Path(__file__).parent / "README.md"
@@ -120,6 +122,26 @@ def no_copies_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill
+def values_of_the_next_tile(patch: pytest.MonkeyPatch) -> None:
+    original = WarpPipeline.wait_values
+
+    def mutated(pipeline, work_tile, i, loads):
+        loads = original(pipeline, work_tile, i, loads)
+        return loads._replace(values=loads.keys)
+
+    patch.setattr(WarpPipeline, "wait_values", mutated)
+
+
+def no_loads_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:
+    original = WarpPipeline._load
+
+    def mutated(pipeline, stages_s, kv_g, work_tile, i, location):
+        is_last = i == work_tile.num - 1
+        original(pipeline, stages_s, kv_g, work_tile, jnp.where(is_last & (i > 0), i + 1, i), location)
+
+    patch.setattr(WarpPipeline, "_load", mutated)
+
+
 def tile_range(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """Apply `change(first, num)` to the tiles of a work tile."""
     original = tile_scheduler.kv_tile_range
@@ -306,6 +328,7 @@ decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode
 cp_async = functools.partial(kernels.check_decode, sizes=kernels.CP_ASYNC)
 decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
 prefill, lists = kernels.check_prefill, kernels.check_lists
+per_warp = functools.partial(kernels.check_prefill, sizes=kernels.PER_WARP)
 prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
 backward = kernels.check_backward
 backward_window = functools.partial(kernels.check_backward, kernels.WINDOW)
@@ -373,6 +396,17 @@ MUTATIONS = {
     ),
     "cp-async-last-tile": Mutation(
         "the last tile of a request in a span is not loaded", cp_async, no_copies_of_the_last_tile
+    ),
+    "per-warp-values": Mutation(
+        "a stage of values is filled with those of the next tile", per_warp, values_of_the_next_tile
+    ),
+    "per-warp-last-tile": Mutation(
+        "the last KV tile of a work tile is not loaded", per_warp, no_loads_of_the_last_tile
+    ),
+    "per-warp-nan": Mutation(
+        "values that no query attends to are not zeroed",
+        per_warp,
+        lambda patch: patch.setattr(WarpMainloop, "clear_values", lambda *_: None),
     ),
     "prefill-last-tile": Mutation(
         "the last KV tile of a work tile is not read",
@@ -517,6 +551,8 @@ MUTATIONS = {
             "decode": decode,
             "in_splits": in_splits,
             "cp_async": cp_async,
+            "per_warp": per_warp,
+            "per_warp_lists": functools.partial(kernels.check_lists, kernels.PER_WARP),
             "decode_window": decode_window,
             "prefill": prefill,
             "prefill_window": prefill_window,

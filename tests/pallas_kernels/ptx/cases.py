@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, cp_async, row_mma, split_signs, stores, tile_mma, warp_votes
+from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, tile_mma, warp_votes
 from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
@@ -261,33 +261,21 @@ def token_rows_out(token: int, begin: int, end: int, tokens_per_head: int, colum
     return Case(arrays, kernel(body, (shape, dtype)), fallback, (stores.store_token_rows,))
 
 
-def row_products(head_dim: int, tile_kv: int, dtype: Any) -> Case:
-    """Return the case of the products of prefill by mma.sync."""
-    head, static = head_chunks(head_dim), {"head": head_chunks(head_dim), "dtype": jnp.dtype(dtype)}
-    q, k, v = (
-        jnp.asarray(drawn(head.num_chunks, rows, head.width, seed=i), dtype).at[:, :, head.chunk_dim :].set(0)
-        for i, rows in enumerate((64, tile_kv, tile_kv))
-    )
-    p, acc = jnp.asarray(np.abs(drawn(64, tile_kv, seed=3))), jnp.asarray(drawn(64, head.width, seed=4))
-    count = range(head.num_chunks)
+def register_products(n: int, k: int, dtype: Any) -> Case:
+    """Return the case of a product whose left operand is in registers."""
+    a, acc = jnp.asarray(np.abs(drawn(64, k))), jnp.asarray(drawn(64, n, seed=1))
+    b = jnp.asarray(drawn(k, n, seed=2), dtype)
 
-    def body(q_g, k_g, v_g, p_g, acc_g, s_g, out_g, q_s, k_s, v_s, loaded):
-        for source, target in ((q_g, q_s), (k_g, k_s), (v_g, v_s)):
-            plgpu.copy_gmem_to_smem(source, target, loaded)
+    def body(a_g, b_g, acc_g, out_g, b_s, loaded):
+        plgpu.copy_gmem_to_smem(b_g, b_s, loaded)
         plgpu.barrier_wait(loaded)
-        store_unoptimized(s_g, row_mma.multiply_keys.on_gpu(q_s, k_s, **static))
-        accs = row_mma.multiply_values.on_gpu([load(acc_g)] * head.num_chunks, load(p_g), v_s, **static)
-        for chunk in count:
-            store_unoptimized(out_g.at[chunk], accs[chunk])
+        store_unoptimized(out_g, tile_mma.multiply_registers.on_gpu(load(acc_g), load(a_g), b_s))
 
-    def fallback(q, k, v, p, acc):
-        s = row_mma.multiply_keys.fallback(jax.new_ref(q), jax.new_ref(k), **static)
-        accs = row_mma.multiply_values.fallback([acc for _ in count], p, jax.new_ref(v), **static)
-        return s, jnp.stack(accs)
+    def fallback(a, b, acc):
+        return (tile_mma.multiply_registers.fallback(acc, a, jax.new_ref(b)),)
 
-    scratch = *(swizzled_smem(x.shape, dtype) for x in (q, k, v)), plgpu.Barrier(num_arrivals=3)
-    run = kernel(body, ((64, tile_kv), f32), ((head.num_chunks, 64, head.width), f32), scratch=scratch)
-    return Case((q, k, v, p, acc), run, fallback, (row_mma.multiply_keys, row_mma.multiply_values), 1e-4)
+    run = kernel(body, ((64, n), f32), scratch=(swizzled_smem((k, n), dtype), plgpu.Barrier()))
+    return Case((a, b, acc), run, fallback, (tile_mma.multiply_registers,), 1e-4)
 
 
 def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
@@ -499,8 +487,8 @@ def all_cases() -> dict[str, Case]:
         "tokens-none": tokens_out(60, 7, 3, 32),
         "token-rows-40": token_rows_out(0, 0, 64, 64, 40, f16),
         "token-rows-16": token_rows_out(-3, 5, 14, 16, 64, bf16),
-        "row-products-80": row_products(80, 64, bf16),
-        "row-products-128": row_products(128, 128, f16),
+        "register-products": register_products(64, 128, bf16),
+        "register-products-f16": register_products(256, 64, f16),
         "team-copies-8": team_copies(8, 80, is_hnd=True),
         "team-copies-32": team_copies(32, 128, is_hnd=False),
         "tiles": tiles_out(bf16),

@@ -52,6 +52,8 @@ class Warp:
         fragments = types.SimpleNamespace(column_fragments=unchanged, tile_from_fragments=unchanged)
         patch.setattr(tile_mma, "fragments", fragments)
         patch.setattr(tile_mma, "mma_m16n8k16", multiply)
+        pack = lambda low, high, dtype: np.stack([low, high], axis=1).astype(dtype)
+        patch.setattr(tile_mma, "pack_16bit", pack)
 
 
 def multiply(acc, a, b, dtype):
@@ -90,3 +92,27 @@ def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, num_accs, n, 
                     row = 64 * i + 16 * warp.index + G + 8 * (half // 2)
                     expected = product[row, 8 * column + 2 * T + half % 2]
                     np.testing.assert_array_equal(register, start[i, column, half] + expected)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (256, 64)])
+def test_a_left_operand_may_be_in_the_registers_of_an_accumulator(monkeypatch, n, k):
+    rng = np.random.default_rng(0)
+    a, acc = (rng.integers(-8, 9, (tile_mma.ROWS, size)).astype(np.float64) for size in (k, n))
+    b = rng.integers(-8, 9, (k, n)).astype(np.float16)
+    warp = Warp(in_swizzled_memory(b[None], 128))
+    warp.patch(monkeypatch)
+    b_s = Array(b)
+    b_s.address = 0
+    for warp.index in range(4):
+        operands = fragments_of(acc, warp.index), fragments_of(a, warp.index)
+        results = tile_mma._multiply_registers_by_lanes(
+            None, *operands, b_s, shape=b.shape, dtype=jnp.float16
+        )
+        np.testing.assert_array_equal(results, fragments_of(acc + a @ b, warp.index))
+
+
+def fragments_of(tile, warp):
+    """Return the registers of a warp's accumulator for each 8 columns of a tile, [columns, 4, lanes]."""
+    rows = [16 * warp + G + 8 * (half // 2) for half in range(4)]
+    columns = range(0, tile.shape[1], 8)
+    return np.array([[tile[rows[i], n + 2 * T + i % 2] for i in range(4)] for n in columns])
