@@ -551,6 +551,7 @@ class TestAheadOfTime:
         self.check(list(aot_cases())[first::step], gpu)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("gpu", sorted(set(ARCHITECTURES) - {"9.0"}))
-    def test_all_shipped_kernels_compile_without_spills_for_other_architectures(self, gpu):
-        self.check(list(aot_cases()), gpu)
+    @pytest.mark.parametrize(("part", "gpu"), list(enumerate(sorted(set(ARCHITECTURES) - {"9.0"}))))
+    def test_a_larger_sample_compiles_without_spills_for_other_architectures(self, part, gpu):
+        """Each architecture has other cases: all cases of one would take half an hour."""
+        self.check(list(aot_cases())[3 * part :: 21], gpu)
