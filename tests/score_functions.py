@@ -7,7 +7,6 @@ import numpy as np
 import jattn
 
 Q_HEADS, ROWS, LENGTH = 4, 2, 300
-RNG = np.random.default_rng(0)
 
 
 def relative(score, batch, head, q_idx, kv_idx, table):
@@ -33,28 +32,29 @@ def scaled(score, batch, head, q_idx, kv_idx):
     return 0.25 * score * jnp.abs(score) - 0.5 * score
 
 
-ARRAYS = {
-    relative: (RNG.normal(size=(Q_HEADS, 33)).astype(np.float32),),
-    gained: (
-        RNG.uniform(0.5, 1.5, (ROWS, Q_HEADS)).astype(np.float32),
-        np.arange(70, dtype=np.int32),
-        RNG.random(LENGTH) < 0.5,
-    ),
-    hiding: (),
-    scaled: (),
-}
+def arrays_of(function, num_heads=Q_HEADS, num_rows=ROWS, seed=0):
+    """Return random arrays of a function for numbers of query heads and of rows of the batch."""
+    rng = np.random.default_rng(seed)
+    if function is relative:
+        return (rng.normal(size=(num_heads, 33)).astype(np.float32),)
+    if function is gained:
+        gains = rng.uniform(0.5, 1.5, (num_rows, num_heads)).astype(np.float32)
+        return gains, np.arange(70, dtype=np.int32), rng.random(LENGTH) < 0.5
+    return ()
 
 
-def score_mod(function):
+def score_mod(function, arrays=None):
     """Return a score function with its arrays."""
-    return jattn.ScoreMod(function, *map(jnp.asarray, ARRAYS[function]))
+    return jattn.ScoreMod(function, *map(jnp.asarray, arrays_of(function) if arrays is None else arrays))
 
 
 class Definition:
     """The function of (scores, request, head, i, j) in float64, and its derivative by the scores."""
 
-    def __init__(self, function):
-        self.function = function
+    def __init__(self, function, arrays=None, rows=None):
+        """Create the definition; `rows` is the row of the batch of each request, None for the request."""
+        self.function, self.rows = function, rows
+        self.arrays = arrays_of(function) if arrays is None else arrays
 
     def __call__(self, *pairs):
         return self._vectorized(self.function, *pairs)
@@ -64,10 +64,8 @@ class Definition:
 
     def _vectorized(self, function, scores, request, head, i, j):
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            arrays = [
-                jnp.asarray(x, jnp.float64 if x.dtype == np.float32 else x.dtype)
-                for x in ARRAYS[self.function]
-            ]
+            arrays = [jnp.asarray(x, jnp.float64 if x.dtype == np.float32 else x.dtype) for x in self.arrays]
             i, j = (jnp.asarray(np.broadcast_to(x, scores.shape), jnp.int32) for x in (i, j))
-            one = lambda score, i, j: function(score, jnp.int32(request), jnp.int32(head), i, j, *arrays)
+            row = jnp.int32(request if self.rows is None else self.rows[request])
+            one = lambda score, i, j: function(score, row, jnp.int32(head), i, j, *arrays)
             return np.asarray(jnp.vectorize(one)(jnp.asarray(scores, jnp.float64), i, j))

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,9 +17,10 @@ from jattn.implementations import mosaic_gpu
 from pallas_kernels import paged_decode, support, varlen_prefill
 from pallas_kernels.paged_decode import entry as decode_entry
 from pallas_kernels.varlen_prefill import entry as prefill_entry
+from tests import score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
-from tests.fuzz.draw import sizes_of, visibility_of
+from tests.fuzz.draw import rows_of, sizes_of, visibility_of
 from tests.pallas_kernels.varlen_prefill.split_everywhere import split_every_tile
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
 
@@ -53,12 +56,14 @@ def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
         "stored",
         "kv",
     )
+    function, arrays = score_arrays_of(case)
     setting = Setting(
         spec=spec,
         bucket=case["bucket"] and jattn.Bucket(**case["bucket"]),
         has_sinks=case["sinks"],
         has_alibi=case["alibi"] is not None,
         seen=visibility_of(case, rule),
+        score_mod=None if function is None else score_functions.Definition(function, arrays, rows_of(case)),
         is_cross=case["is_cross"],
         frees_blocks=case["frees_blocks"],
         seed=case["seed"],
@@ -66,6 +71,14 @@ def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
     )
     is_listed = mask is not None and case["implementation"] == "mosaic_gpu"
     return (TileListProblem if is_listed else AttentionProblem)(setting), None if in_spec else mask
+
+
+def score_arrays_of(case: dict) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """Return the score function of a case, or None, and its arrays."""
+    if case["score_mod"] is None:
+        return None, ()
+    function = getattr(score_functions, case["score_mod"])
+    return function, score_functions.arrays_of(function, case["q_heads"], sizes_of(case).rows, case["seed"])
 
 
 def check(case: dict) -> None:
@@ -89,11 +102,14 @@ def check(case: dict) -> None:
 
 def attend(case: dict, problem: AttentionProblem, query, kv, metadata, mask, **per_head):
     """Call plan and attend, in the only place that does."""
+    function, arrays = score_arrays_of(case)
+    score_mod = None if function is None else score_functions.score_mod(function, arrays)
     call = {"implementation": case["implementation"], "return_lse": case["return_lse"], **per_head}
-    plan = None
+    call["score_mod"], plan = score_mod, None
     if case["planned"] or case["mask_in"] == "plan":
         cache_spec = cache_spec_of(case, problem) if case["planned"] == "cache_spec" else None
         options = {"implementation": case["implementation"], "query_dtype": query.dtype}
+        options["score_mod"] = score_mod
         plan = jattn.plan(metadata, problem.spec, cache_spec or kv, mask=mask, **options)
     else:
         call["mask"] = mask

@@ -54,6 +54,11 @@ def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
     case["is_jitted"] = is_large or is_kernel or rng.random() < 0.95
     # Force what long contexts select: packed GQA heads, splits, and dequantization in the kernel.
     case["cuts_keys"] = is_kernel and rng.random() < 0.5
+    case["score_mod"] = None
+    if not case["is_cross"] and rng.random() < 0.25:
+        # `hiding` is NaN for later keys.
+        functions = ["relative", "gained", "scaled"] + ["hiding"] * case["causal"]
+        case["score_mod"] = rng.choice(functions)
     return case
 
 

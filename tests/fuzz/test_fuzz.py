@@ -42,6 +42,7 @@ def test_every_choice_is_drawn():
         ("alibi", 3),
         ("planned", 3),
         ("mask_in", 3),
+        ("score_mod", 5),
     ):
         assert len({case[name] for case in drawn}) >= least
     assert {case["mask"][0] for case in drawn if case["mask"]} >= {"block", "prefix", "and", "or", "document"}
