@@ -16,10 +16,11 @@ from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, floor_div, quo
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
-from pallas_kernels.varlen_prefill import MAX_KEY_BLOCKS, MAX_QUERY_WORDS, BlockBits, KernelMask
+from pallas_kernels.varlen_prefill import MAX_KEY_BLOCKS, MAX_QUERY_WORDS, BlockBits, KernelMask, PairBits
 
 NUM_HASHES = 32749  # A prime: number of values of the hash that draws random blocks.
 MAX_FLAT_INDEX = 2**31 - 1  # Largest int32 index.
+CELL = 16  # Least number of queries or keys that a tile's coverage tells apart, so that it has few lookups.
 
 
 def coverage_of_blocks(
@@ -156,9 +157,10 @@ class BlockMask(Mask):
         first = jnp.asarray(self.first_q_block)
         return floor_div(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
 
-    def _block_lookup(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
-        """Return the function of query and key block that reads `blocks` for a head and a row."""
-        blocks = jnp.asarray(self.blocks)
+    def _block_lookup(
+        self, blocks: Array, head: Any, row: Any, num_q_heads: int
+    ) -> Callable[[Any, Any], Any]:
+        """Return the function of query and key block that reads `blocks`, or cells, for a head and a row."""
         heads, q_blocks, kv_blocks = blocks.shape[-3:]
         self._check_heads(num_q_heads)
         head = quotient(jnp.asarray(head), num_q_heads // heads)
@@ -180,40 +182,65 @@ class BlockMask(Mask):
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        lookup = self._block_lookup(pairs.head, pairs.row, pairs.num_heads[0])
+        lookup = self._block_lookup(jnp.asarray(self.blocks), pairs.head, pairs.row, pairs.num_heads[0])
         return lookup(self._query_block(pairs.row, pairs.query), quotient(pairs.key, self.block_kv))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        lookup = self._block_lookup(tiles.head, tiles.row, tiles.num_heads[0])
+        """Return the coverage of tiles; those with a part of a cell count as having all of it."""
+        sizes, blocks = (self.block_q, self.block_kv), jnp.asarray(self.blocks)
+        cells = tuple(1 if size is None else -(-CELL // size) for size in sizes)
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
-        keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
-        num_q = 1 if self.block_q is None else max_blocks_per_tile(tiles.size[0], self.block_q)
-        return coverage_of_blocks(
-            lookup, queries, keys, (num_q, max_blocks_per_tile(tiles.size[1], self.block_kv))
+        ends = (
+            tuple(floor_div(block, cells[0]) for block in queries),
+            tuple(quotient(key, self.block_kv * cells[1]) for key in (tiles.first_key, tiles.last_key)),
         )
+        most = tuple(
+            1 if size is None else max_blocks_per_tile(tile, size * cell)
+            for tile, size, cell in zip(tiles.size, sizes, cells, strict=True)
+        )
+
+        def covered(cell_values: Array) -> Coverage:
+            lookup = self._block_lookup(cell_values, tiles.head, tiles.row, tiles.num_heads[0])
+            return coverage_of_blocks(lookup, *ends, most)
+
+        if cells == (1, 1):
+            return covered(blocks)
+        padding = [(0, 0)] * (blocks.ndim - 2)
+        padding += [(0, -size % cell) for size, cell in zip(blocks.shape[-2:], cells, strict=True)]
+        split = jnp.pad(blocks, padding)
+        split = split.reshape(*blocks.shape[:-2], -1, cells[0], split.shape[-1] // cells[1], cells[1])
+        any_visible = covered(split.any(axis=(-3, -1))).any_visible
+        return Coverage(any_visible, covered(split.all(axis=(-3, -1))).all_visible)
 
     @override
     def why_no_kernel(self, tiling: KernelTiling) -> str | None:
-        for name, size, block, limit in (
-            ("queries", tiling.queries, self.block_q, MAX_QUERY_WORDS),
-            ("keys", tiling.keys, self.block_kv, MAX_KEY_BLOCKS),
-        ):
-            if block is not None and max_blocks_per_tile(size, block) > limit:
-                reason = f"a tile of {size} {name} touches more than {limit}"
-                return f"there is no kernel for blocks of {block} {name} ({reason})"
         return None
 
     @override
     def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
-        first, fits = self.first_q_block, tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
-        blocks = jnp.asarray(self.blocks)
+        blocks, first = jnp.asarray(self.blocks), self.first_q_block
+        blocks = blocks.reshape(-1, *blocks.shape[-3:])
+        first = None if first is None else jnp.asarray(first).astype(jnp.int32)
+        num_q_heads = tiling.num_heads[0]
+        limits = (tiling.queries, self.block_q, MAX_QUERY_WORDS), (tiling.keys, self.block_kv, MAX_KEY_BLOCKS)
+        if any(block and max_blocks_per_tile(tile, block) > limit for tile, block, limit in limits):
+            pairs = jnp.repeat(jnp.repeat(blocks, self.block_q or 1, axis=2), self.block_kv, axis=3)
+            return PairBits.make(
+                pairs,
+                first_query=first if first is None or self.block_q is None else first * self.block_q,
+                shares_queries=self.block_q is None,
+                num_q_heads=num_q_heads,
+                is_aligned=not (tiling.is_packed or tiling.has_key_rows),
+                has_key_rows=tiling.has_key_rows,
+            )
+        fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
         return BlockBits(
-            words=BlockBits.pack(blocks.reshape(-1, *blocks.shape[-3:])),
-            first_q_block=None if first is None else jnp.asarray(first).astype(jnp.int32),
+            words=BlockBits.pack(blocks),
+            first_q_block=first,
             block_q=self.block_q,
             block_kv=self.block_kv,
-            group=tiling.num_heads[0] // blocks.shape[-3],
+            group=num_q_heads // blocks.shape[1],
             is_aligned=fits and not tiling.is_packed,
         )
 
@@ -230,9 +257,15 @@ class ListedBlocks(BlockMask):
         counts: Number of True blocks.
     """
 
-    ids: Int32[Array, "reqs heads max_listed"]
-    counts: Int32[Array, "reqs heads"]
+    ids: Int32[Array, "reqs heads max_listed"] | Int32[np.ndarray, "reqs heads max_listed"]
+    counts: Int32[Array, "reqs heads"] | Int32[np.ndarray, "reqs heads"]
     row_axes: ClassVar[dict[str, int]] = BlockMask.row_axes | {"ids": 3, "counts": 2}
+
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        if self.block_kv == 1 and self.counts.shape[1] == 1:
+            return "there is no kernel for lists of single keys, of which XLA reads only the listed ones"
+        return super().why_no_kernel(tiling)
 
 
 @jax.tree_util.register_static

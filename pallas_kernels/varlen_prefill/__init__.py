@@ -10,6 +10,7 @@ from pallas_kernels.varlen_prefill.mask_policies import (
     Inverted,
     Joined,
     Lines,
+    PairBits,
     PrefixWords,
     RowRanges,
     SlashWords,

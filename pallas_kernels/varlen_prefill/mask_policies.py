@@ -1,7 +1,8 @@
-"""The subclasses of KernelMask: windows, ranges, bits of blocks, columns and slashes, and compositions."""
+"""The subclasses of KernelMask: windows, ranges, bits of blocks and pairs, slashes, and compositions."""
 
 import dataclasses
 import functools
+import itertools
 import operator
 from typing import Any, NamedTuple, dataclass_transform, override
 
@@ -312,6 +313,109 @@ class BlockBits(KernelMask):
                     key_bits = (1 << high) - (1 << low)
                     words[n] = words[n] | (is_visible & np.uint32(key_bits).astype(np.int32))
         return tuple(words)
+
+
+@policy
+class PairBits(KernelMask):
+    """A bit per pair, for masks of blocks that are too fine for BlockBits.
+
+    Attributes:
+        words: Words of 32 columns of each row, [lines, words, rows]; the arrays hold MAX_ROWS rows and
+            columns without bits before and after the mask's. If all queries share a row of keys, this is the
+            only row; with keys as rows, there is then one word, which has equal bits.
+        first_query: Position of the mask's first query, [reqs]; None = 0.
+        lines: Lines of `words`. Static.
+        group: Number of query heads that share a line. Static.
+        size: Numbers of rows and columns of the mask; None for the queries if they share one row. Static.
+        is_aligned: Whether tiles begin at a multiple of 32 columns. Static.
+    """
+
+    words: Ref
+    first_query: Ref
+    lines: Lines = static()
+    group: int = static()
+    size: tuple[int | None, int | None] = static()
+    is_aligned: bool = static()
+
+    @classmethod
+    def make(
+        cls,
+        pairs: Bool[Array, "reqs heads queries keys"],
+        *,
+        first_query: Int32[Array, " rows"] | None,
+        shares_queries: bool,
+        num_q_heads: int,
+        is_aligned: bool,
+        has_key_rows: bool,
+    ) -> "PairBits":
+        """Pack bits for tiles whose rows are queries, or keys.
+
+        Args:
+            pairs: Whether each pair is visible; one query if all share it.
+            first_query: Position of the first query, by request; None = 0.
+            shares_queries: Whether all queries of a request share a row.
+            num_q_heads: Number of query heads.
+            is_aligned: Whether tiles begin at a multiple of 32 columns.
+            has_key_rows: Whether the rows are keys.
+        """
+        reqs, heads = pairs.shape[:2]
+        queries, keys = (None if shares_queries else pairs.shape[2]), pairs.shape[3]
+        margin = (MAX_ROWS, MAX_ROWS)
+        if has_key_rows and shares_queries:
+            words = 0 - jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), margin)).astype(jnp.int32)
+        else:
+            pairs = jnp.swapaxes(pairs, 2, 3) if has_key_rows else pairs
+            columns = pairs.shape[3] + -pairs.shape[3] % WORD_BITS
+            # A tile may begin one column after the mask's and reads one word more than it has.
+            after = columns - pairs.shape[3] + MAX_ROWS + 2 * WORD_BITS
+            row_margin = (0, 0) if shares_queries else margin
+            pairs = jnp.pad(pairs, ((0, 0), (0, 0), row_margin, (MAX_ROWS, after)))
+            bits = pairs.reshape(*pairs.shape[:3], -1, WORD_BITS).astype(jnp.int32)
+            words = (bits << lax.broadcasted_iota(jnp.int32, bits.shape, 4)).sum(axis=-1, dtype=jnp.int32)
+            words = jnp.swapaxes(words, 2, 3)
+        return cls(
+            words=words.reshape(reqs * heads, *words.shape[2:]),
+            first_query=first_query,
+            lines=Lines(reqs, heads),
+            group=num_q_heads // heads,
+            size=(keys, queries) if has_key_rows else (queries, keys),
+            is_aligned=is_aligned,
+        )
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Words:
+        line, (num_rows, num_columns) = self.lines.line_of(row, _quotient(tile.head, self.group)), self.size
+        first_row, first_column = tile.first_row, tile.first_column
+        if self.first_query is not None:
+            first_query = self.first_query[jnp.minimum(row, self.first_query.shape[0] - 1)]
+            if tile.has_key_rows:
+                first_column = first_column - first_query
+            else:
+                first_row = first_row - first_query
+
+        def load(word: Any) -> Any:
+            if num_rows is None:
+                return tile.fill_rows(self.words[line, word, 0])
+            start = jnp.clip(first_row, -MAX_ROWS, num_rows) + MAX_ROWS
+            return tile.load_rows(self.words, (line, word), start)
+
+        num_words = tile.shape[1] // WORD_BITS
+        if num_columns is None:
+            return (load(jnp.int32(0)),) * num_words
+        column = jnp.clip(first_column, -MAX_ROWS, num_columns + WORD_BITS) + MAX_ROWS
+        first_word, shift = column // WORD_BITS, column % WORD_BITS
+        words = [load(first_word + i) for i in range(num_words + (not self.is_aligned))]
+        if self.is_aligned:
+            return tuple(words)
+        # The second shift is by 31 minus `shift` bits after one bit, because a shift by 32 is undefined.
+        return tuple(
+            lax.shift_right_logical(low, shift) | ((high << 1) << (WORD_BITS - 1 - shift))
+            for low, high in itertools.pairwise(words)
+        )
+
+    @override
+    def visible(self, tile: PairTile, loaded: Words) -> Words:
+        return loaded
 
 
 def _quotient(x: Any, size: int) -> Any:

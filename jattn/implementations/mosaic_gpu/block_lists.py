@@ -59,7 +59,7 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
     """Build the list of blocks of `size` keys that each request visits, per KV head. Works inside jit."""
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
     if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
-        return BlockList(ids=mask.ids, counts=mask.counts)
+        return BlockList(ids=jnp.asarray(mask.ids), counts=jnp.asarray(mask.counts))
     coverage = tile_coverage(
         mask,
         rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),

@@ -205,15 +205,15 @@ def attend_tile(
     chunks = chunk_range(queries, args, size)
     listed = None if is_prefill else listed_tokens(args.mask)
     if listed is not None:
-        chunks = jnp.int32(0), (listed.counts[row, 0] + size - 1) // size
+        ids, count = jnp.asarray(listed.ids)[row, 0], jnp.asarray(listed.counts)[row, 0]
+        chunks = jnp.int32(0), (count + size - 1) // size
 
     def step(c: Array, state: Softmax) -> Softmax:
         index = c * size + jnp.arange(size, dtype=jnp.int32)
         if listed is None:
             key_positions, chunk = index, load_chunk(kv, args.metadata.block_table, row, c)
         else:
-            ids = jnp.take(listed.ids[row, 0], index, mode="clip")
-            key_positions = jnp.where(index < listed.counts[row, 0], ids, queries.seq_len)
+            key_positions = jnp.where(index < count, jnp.take(ids, index, mode="clip"), queries.seq_len)
             chunk = load_tokens(kv, args.metadata.block_table, row, key_positions)
         s, visible = capped_scores(queries, chunk, key_positions, static_k, args)
         if args.alibi_slopes is not None:

@@ -135,6 +135,24 @@ def test_kernel_masks_are_exact_for_large_positions(first_query, first_key, bloc
         assert actual.size > 3000
 
 
+@pytest.mark.parametrize("has_first", [False, True])
+@pytest.mark.parametrize(("block_q", "block_kv"), [(1, 1), (1, 5), (4, 64), (64, 4), (None, 1)])
+@pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
+def test_fine_blocks_are_exact_at_any_position(tile_of, block_q, block_kv, has_first):
+    rng = np.random.default_rng(3)
+    shape = (2, 2, 1 if block_q is None else 190 // block_q, 210 // block_kv)
+    first = np.array([3, 20 // (block_q or 1)], np.int32) if has_first and block_q else None
+    mask = masks.BlockMask(
+        blocks=rng.random(shape) < 0.4, block_q=block_q, block_kv=block_kv, first_q_block=first
+    )
+    for row, first_query, first_key in [(1, 21, -7), (0, 130, 128), (1, -40, 0), (0, 333, 64), (1, 5, 300)]:
+        tile_start = {"row": row, "head": 3, "first_query": first_query, "first_key": first_key}
+        actual, queries, keys = visible_in_kernel(mask, 400, num_columns=64, tile_of=tile_of, **tile_start)
+        i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
+        expected = mask.visible(masks.Pairs(jnp.int32(3), jnp.int32(row), i, j, HEADS))
+        np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
+
+
 @pytest.mark.parametrize("first_query", [-300, -90, -17])
 @pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
 def test_kernel_masks_are_exact_for_queries_before_position_0(first_query, tile_of):
@@ -209,12 +227,14 @@ BLOCKS = np.ones((4, 6, 6), bool)
     [
         (masks.Sinks(1) | CustomMask(jnp.zeros(3)).slice_rows(2), "no kernel for the arrays of a CustomMask"),
         (
-            masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
-            "blocks of 4 queries .a tile of 64 queries touches more than 10",
-        ),
-        (
-            masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=4),
-            "a tile of 128 keys touches more than 17",
+            masks.ListedBlocks(
+                blocks=np.ones((2, 1, 1, 6), bool),
+                block_q=None,
+                block_kv=1,
+                ids=np.zeros((2, 1, 6), np.int32),
+                counts=np.ones((2, 1), np.int32),
+            ),
+            "no kernel for lists of single keys",
         ),
     ],
 )

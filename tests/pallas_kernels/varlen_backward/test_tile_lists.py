@@ -40,6 +40,7 @@ RNG = np.random.default_rng(0)
 DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
 WIDE, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((2, 24, 24)) < 0.3
 VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
+PAIRS = RNG.random((2, 300, 300)) < 0.3
 odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
 MASKS = {
     "blocks_of_128": masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
@@ -50,6 +51,7 @@ MASKS = {
     "prefix": masks.Prefix(length=np.array([120, 3, 2, 200], np.int32)),
     "vertical_slash": masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES),
     "formula": masks.MaskFunction(odd),
+    "pairs": masks.BlockMask(blocks=PAIRS, block_q=1, block_kv=1),
 }
 
 
@@ -93,7 +95,9 @@ def grads_of(problem, **options):
 
 
 class TestContract:
-    @pytest.mark.parametrize("name", ["blocks_of_128", "vertical_slash", "formula"])
+    @pytest.mark.parametrize(
+        "name", [pytest.param("blocks_of_128", marks=pytest.mark.slow), "vertical_slash", "formula", "pairs"]
+    )
     def test_gradients_under_masks_equal_float64(self, name):
         problem = problem_of(name)
         problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
@@ -255,12 +259,6 @@ class TestRefusals:
         arrays = plain_arguments()
         run = functools.partial(varlen_backward, score=arrays.pop("score"), lists=lists_for(sizes))
         jax.eval_shape(lambda arrays: run(**arrays), arrays)  # refuses lists of other sizes
-
-    def test_too_small_blocks_are_rejected(self):
-        mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
-        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
-        reason = why_not_backward_lists(mask, spec, BackwardSizes(tile_q=128))
-        assert "blocks of 8 queries (a tile of 128 queries touches more than 10)" in reason
 
 
 class TestAheadOfTime:

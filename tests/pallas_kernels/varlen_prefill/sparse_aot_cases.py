@@ -14,9 +14,9 @@ from tests.masks.custom_masks import KeyRanges
 from tests.regions import attend_region
 
 
-def block_mask(block_q, block_kv):
-    blocks = jnp.zeros((32, 128 if block_q else 1, 128), bool)
-    return jax.eval_shape(lambda: masks.BlockMask(blocks=blocks, block_q=block_q, block_kv=block_kv))
+def block_mask(block_q, block_kv, *, heads=32, num_blocks=128):
+    blocks = jax.ShapeDtypeStruct((heads, num_blocks if block_q else 1, num_blocks), bool)
+    return jax.eval_shape(lambda b: masks.BlockMask(blocks=b, block_q=block_q, block_kv=block_kv), blocks)
 
 
 MASKS = {
@@ -28,6 +28,7 @@ MASKS = {
     "dilated": lambda: masks.Dilated(64, 4),
     "blocks_of_all_queries": lambda: block_mask(None, 64),
     "blocks_32": lambda: block_mask(32, 32),
+    "blocks_1": lambda: block_mask(1, 1, heads=1, num_blocks=16384),
     "vertical_slash": lambda: jax.eval_shape(
         lambda: masks.VerticalSlash(
             columns=jnp.zeros((32, 16384), bool), slashes=jnp.zeros((32, 16384), bool)

@@ -65,6 +65,7 @@ WIDE, SMALL, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((4, 6, 6)) < 0.4,
 DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
 LENGTHS = np.array([120, 3, 340, 200], np.int32)
 VERTICAL, SLASHES = RNG.random((4, 333)) < 0.05, RNG.random((4, 37)).repeat(10, axis=1) < 0.2
+PAIRS = RNG.random((2, 370, 370)) < 0.3
 strided = masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3)
 odd = lambda head, query, key: (query + key) % 2 == 1
 strange = lambda head, query, key: (query * 3 + key + head) % 4 != 0
@@ -136,6 +137,10 @@ MASKS |= {
         ),
     ),
 }
+MASKS["pairs"] = (
+    masks.BlockMask(blocks=PAIRS, block_q=1, block_kv=1),
+    lambda r, h, i, j: PAIRS[h // 2, i, j],
+)
 INTERPRET = plgpu.InterpretGPUParams()
 CHOICES = {
     "mask": [name for name in MASKS if name not in ("sinks", "half", "causal_or_dilated")],
@@ -244,9 +249,10 @@ def test_nan_in_a_requests_values_does_not_reach_the_next_request():
     np.testing.assert_array_equal(poisoned[13:], attended(v)[13:])
 
 
-def test_prefill_equals_float64_under_any_mask():
-    """Bits of keys, bits of blocks and documents combined, over key tiles that start anywhere."""
-    solved(next(case for case in CASES if (case["mask"], case["kv"]) == ("either", "no_cache")), INTERPRET)
+@pytest.mark.parametrize("mask", ["either", "pairs"])
+def test_prefill_equals_float64_under_any_mask(mask):
+    """Bits of keys, of blocks and documents combined, or of pairs, over key tiles that start anywhere."""
+    solved(next(case for case in CASES if (case["mask"], case["kv"]) == (mask, "no_cache")), INTERPRET)
 
 
 @pytest.mark.slow
