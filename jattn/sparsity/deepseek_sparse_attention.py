@@ -105,7 +105,13 @@ def index_scores(
     index_k: Float[Array, "batch keys index_dim"],
     index_weights: Float[Array, "batch queries index_heads"],
 ) -> Float[Array, "batch queries keys"]:
-    """Return the sum over index heads of `weight * relu(index_q . index_k)`, in f32, of all pairs."""
+    """Return the sum over index heads of `weight * relu(index_q . index_k)`, in f32, of all pairs.
+
+    Args:
+        index_q: Queries of the indexer, in any floating-point dtype, fp8 included.
+        index_k: Keys of the indexer.
+        index_weights: Weight of each index head.
+    """
     dtype = jnp.float64 if index_q.dtype == jnp.float64 else jnp.float32
     keys = index_k.astype(dtype)
 

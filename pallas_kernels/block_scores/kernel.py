@@ -53,7 +53,7 @@ TILE_ROWS = 64  # rows of a tile: the M of the tensor core
 # Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
 # thread block per SM with 160 KB takes 1 % longer. Those of other architectures are estimated.
 BYTES_IN_FLIGHT = 64 * 1024
-CTAS_PER_SM = 2
+SCORE_CTAS_PER_SM = 2
 SMEM_RESERVE = 3072  # bytes for everything except queries and bounds: barriers, sums
 f32 = jnp.float32
 
@@ -188,7 +188,7 @@ def score_tiles(
         interpret: Parameters of interpret mode, or None for a GPU.
     """
     reqs, dtype, stages = query.shape[0], query.dtype, dims.stages
-    num_ctas, uses_tma = CTAS_PER_SM * dims.architecture.num_sms, dims.architecture.has_tma
+    num_ctas, uses_tma = SCORE_CTAS_PER_SM * dims.architecture.num_sms, dims.architecture.has_tma
     ctas = max(min(num_ctas // reqs, dims.max_tiles), 1)
     barriers = BlockScoresBarriers(
         q_full=plgpu.Barrier(),
