@@ -155,10 +155,18 @@ def kernel(query: Any, kv: Any, metadata: Any, spec: Any, *_: Any, return_lse: b
 
 
 def gradients(
-    query: Any, kv: Any, metadata: Any, spec: Any, *, mask: Any, alibi_slopes: Any, **saved: Any
+    query: Any,
+    kv: Any,
+    metadata: Any,
+    spec: Any,
+    *,
+    mask: Any,
+    alibi_slopes: Any,
+    score_mod: Any,
+    **saved: Any,
 ) -> Any:
     """Stand in for the backward kernel, as opaque to XLA as a kernel."""
-    problem = xla.AttentionArgs(kv, metadata, spec, mask, None, alibi_slopes)
+    problem = xla.AttentionArgs(kv, metadata, spec, mask, None, alibi_slopes, score_mod)
     return xla.gradients(
         query, problem, xla.OutputGradients(**saved | {"grad_out": opaque(saved["grad_out"])})
     )[:3]
