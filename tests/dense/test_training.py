@@ -236,14 +236,11 @@ class TestUnsupportedByTheKernel:
             loss_of(functools.partial(run, implementation="mosaic_gpu")), arrays(), gradients_by_kernel=True
         )
 
-    @pytest.mark.parametrize("unsupported", ["mask", "slopes", "head_dim"])
+    @pytest.mark.parametrize("unsupported", ["slopes", "head_dim"])
     def test_deterministic_gradients_without_kernel_support(self, unsupported):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
-        mask = jattn.masks.BlockMask(blocks=np.ones((1, 30, 2), bool), block_q=8, block_kv=128)
         q, k, v = arrays(head_dim=120 if unsupported == "head_dim" else 64)
-        options = {"mask": mask} if unsupported == "mask" else {}
         argument, reason = {
-            "mask": (1.0, "there is no kernel for blocks of 8 queries"),
             "slopes": (SLOPES, "there is no kernel for the gradient of ALiBi slopes"),
             "head_dim": (1.0, "head_dim=120 is not supported for gradients"),
         }[unsupported]
@@ -251,7 +248,7 @@ class TestUnsupportedByTheKernel:
         def loss(argument, **extra_options):
             slopes = {"alibi_slopes": argument} if unsupported == "slopes" else {}
             scaled = q if slopes else (q * argument).astype(q.dtype)
-            return loss_of(functools.partial(run, **options, **slopes, **extra_options))((scaled, k, v))
+            return loss_of(functools.partial(run, **slopes, **extra_options))((scaled, k, v))
 
         with pytest.warns(
             jattn.KernelFallbackWarning, match=f"fall back to xla on a GPU, which is slow: {reason}"
