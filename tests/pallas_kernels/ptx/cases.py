@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, cp_async, split_signs, stores, tile_mma, warp_votes
+from pallas_kernels.ptx import bit_mask, cp_async, look_up, split_signs, stores, tile_mma, warp_votes
 from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
@@ -320,6 +320,22 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
     return Case((cache, tokens, table), run, fallback, TEAM_COPIES)
 
 
+def lookups(axes: tuple[int, ...], dtype: Any) -> Case:
+    """Return the case of one element of a vector per element along some axes of a tile."""
+    table, shape = jnp.asarray(10 * drawn(70), dtype), tuple((64, 128)[axis] for axis in axes)
+    index = jnp.asarray(np.random.default_rng(1).integers(70, size=shape), jnp.int32)
+    layout = {(0,): ROW, (1,): plgpu.Layout.WGMMA.reduce(0), (0, 1): TILE}[axes]
+
+    def body(table_g, index_g, out_g):
+        found = look_up.look_up.on_gpu(table_g, load(index_g, layout), layout=layout)
+        store_unoptimized(out_g, found)
+
+    def fallback(table, index):
+        return (look_up.look_up.fallback(jax.new_ref(table), index, layout=layout),)
+
+    return Case((table, index), kernel(body, (shape, dtype)), fallback, (look_up.look_up,))
+
+
 def tiles_out(dtype: Any) -> Case:
     """Return the case of an array of 30 rows, whose last 6 rows no tile contains."""
     tiles, last_rows = jnp.asarray(drawn(2, 24, 64), dtype), jnp.asarray(drawn(6, 2, 64, seed=1), dtype)
@@ -491,6 +507,9 @@ def all_cases() -> dict[str, Case]:
         "register-products-f16": register_products(256, 64, f16),
         "team-copies-8": team_copies(8, 80, is_hnd=True),
         "team-copies-32": team_copies(32, 128, is_hnd=False),
+        "lookups": lookups((0, 1), f32),
+        "lookups-rows": lookups((0,), jnp.int32),
+        "lookups-columns": lookups((1,), f32),
         "tiles": tiles_out(bf16),
         "copies-8": copies(8, 64, bf16, is_hnd=False),
         "copies-16-80": copies(16, 80, jnp.int8, is_hnd=True),
