@@ -107,11 +107,11 @@ class PrefillTileScheduler:
     def read_from_gmem(self, index: Scalar) -> PrefillWorkTile:
         """Return a work tile whose columns are in registers if KV tiles need them, else read at each use."""
         row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
-        names, table_g = self.spec.table_columns, self.schedule.table
-        kept = {name: table_g[row, names.index(name)] for name in KV_TILE_COLUMNS if name in names}
+        names, schedule_g = self.spec.table_columns, self.schedule.table
+        kept = {name: schedule_g[row, names.index(name)] for name in KV_TILE_COLUMNS if name in names}
 
         def column(name: str) -> Scalar:
-            return kept[name] if name in kept else table_g[row, names.index(name)]
+            return kept[name] if name in kept else schedule_g[row, names.index(name)]
 
         return PrefillWorkTile(
             column("head") if head is None else head, column, self.schedule.entries, self.spec
