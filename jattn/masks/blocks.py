@@ -20,7 +20,7 @@ from pallas_kernels.varlen_prefill import MAX_KEY_BLOCKS, MAX_QUERY_WORDS, Block
 
 NUM_HASHES = 32749  # A prime: number of values of the hash that draws random blocks.
 MAX_FLAT_INDEX = 2**31 - 1  # Largest int32 index.
-CELL = 16  # Least number of queries or keys that a tile's coverage tells apart, so that it has few lookups.
+CELL = 16  # Number of queries or keys that coverage tells apart in tiles of many blocks, for few lookups.
 
 
 def coverage_of_blocks(
@@ -187,9 +187,12 @@ class BlockMask(Mask):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        """Return the coverage of tiles; those with a part of a cell count as having all of it."""
+        """Return the coverage of tiles. In tiles of many blocks, a part of a cell counts as all of it."""
         sizes, blocks = (self.block_q, self.block_kv), jnp.asarray(self.blocks)
-        cells = tuple(1 if size is None else -(-CELL // size) for size in sizes)
+        cells = tuple(
+            1 if size is None or max_blocks_per_tile(tile, size) <= MAX_KEY_BLOCKS else -(-CELL // size)
+            for tile, size in zip(tiles.size, sizes, strict=True)
+        )
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
         ends = (
             tuple(floor_div(block, cells[0]) for block in queries),
