@@ -93,7 +93,8 @@ def select_tokens(
 
     def select_chunk(index_q: Array, index_weights: Array, first: Array) -> Bool[Array, "batch chunk tokens"]:
         scores = index_scores(index_q, index_k, index_weights)
-        return _best(scores, _is_past(first, scores), num_selected)
+        is_past = _is_past(first, scores)
+        return _mark(_best_keys(scores, is_past, num_selected), is_past)
 
     index_q, index_k, index_weights = jax.lax.stop_gradient((index_q, index_k, index_weights))
     selected = _map_chunks(select_chunk, index_q, index_weights)
@@ -166,7 +167,8 @@ def indexer_loss(
         q: Array, index_q: Array, index_weights: Array, first: Array
     ) -> Float[Array, "batch chunk"]:
         scores = index_scores(index_q, index_k, index_weights)
-        best = _best(jax.lax.stop_gradient(scores), _is_past(first, scores), num_selected)
+        is_past = _is_past(first, scores)
+        best = _mark(_best_keys(jax.lax.stop_gradient(scores), is_past, num_selected), is_past)
 
         def add_head(total: Array, head: Array) -> tuple[Array, None]:
             products = jnp.einsum("btd,bsd->bts", q[:, :, head], k[:, :, head // group]) * scale
@@ -251,30 +253,36 @@ def select_cached_tokens(
     _check_indexer(index_q[:, None], keys, index_weights[:, None], num_keys=keys.shape[1])
     scores = index_scores(index_q[:, None], keys, index_weights[:, None])[:, 0]
     is_key = jnp.arange(keys.shape[1])[None] < seq_lens[:, None]
-    selected = _best(scores, is_key, num_selected)
-    count = min(num_selected, keys.shape[1])
-    ids = jax.vmap(lambda row: jnp.flatnonzero(row, size=count))(selected)
+    best = _best_keys(scores, is_key, num_selected)
+    counts = jnp.minimum(seq_lens.astype(jnp.int32), best.shape[1])
+    is_listed = jnp.arange(best.shape[1])[None] < counts[:, None]
     return ListedBlocks(
-        blocks=selected[:, None, None],
+        blocks=_mark(best, is_key)[:, None, None],
         block_q=None,
         block_kv=1,
-        ids=ids[:, None].astype(jnp.int32),
-        counts=selected.sum(axis=1, keepdims=True, dtype=jnp.int32),
+        ids=jnp.sort(jnp.where(is_listed, best, keys.shape[1]), axis=1)[:, None],
+        counts=counts[:, None],
     )
 
 
 # ------------------------------------------------------------------------------------------ inside
-def _best(
+def _best_keys(
     scores: Float[Array, "*rows keys"], is_candidate: Bool[Array, "*rows keys"], num_selected: int
-) -> Bool[Array, "*rows keys"]:
-    """Return whether each key is a candidate with one of the largest scores of its row.
+) -> Int[Array, "*rows selected"]:
+    """Return the candidates with the largest scores of each row, then, if there are too few, other keys.
 
     NaN counts as +inf, so that it propagates to the output as in dense attention.
     """
     scores = jnp.where(is_candidate, jnp.where(jnp.isnan(scores), jnp.inf, scores), -jnp.inf)
-    keys = jax.lax.top_k(scores, min(num_selected, scores.shape[-1]))[1]
-    is_best = jnp.put_along_axis(jnp.zeros(scores.shape, bool), keys, True, axis=-1, inplace=False)
-    return is_best & is_candidate
+    return jax.lax.top_k(scores, min(num_selected, scores.shape[-1]))[1]
+
+
+def _mark(
+    keys: Int[Array, "*rows selected"], is_candidate: Bool[Array, "*rows keys"]
+) -> Bool[Array, "*rows keys"]:
+    """Return whether each key is a candidate and among the given keys of its row."""
+    marks = jnp.put_along_axis(jnp.zeros(is_candidate.shape, bool), keys, True, axis=-1, inplace=False)
+    return marks & is_candidate
 
 
 def _is_past(first: Array, scores: Float[Array, "batch queries keys"]) -> Bool[Array, "batch queries keys"]:
