@@ -452,9 +452,7 @@ def load_chunk(
 ) -> Chunk:
     """Load keys and values of a row's chunk c; undefined past the row's end."""
     if isinstance(kv, PackedKV):
-        index = kv.kv_start_loc[row] + c * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        k, v = (jnp.take(array, index, axis=0, mode="clip") for array in (kv.k, kv.v))
-        return Chunk(k, v, None, None)
+        return load_tokens(kv, block_table, row, c * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32))
     blocks = chunk_size(kv) // kv.block_size
     columns = jnp.minimum(c * blocks + jnp.arange(blocks, dtype=jnp.int32), block_table.shape[1] - 1)
     ids = block_table[row, columns]
