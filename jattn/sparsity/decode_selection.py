@@ -63,17 +63,10 @@ def write_key_bounds(
         ValueError: If there are fewer keys than slots, or the heads of the keys and the bounds differ.
     """
     require_type("bounds", bounds, KeyBounds, "see KeyBounds.create")
-    require_array("slot_mapping", slot_mapping, "integer", {1: "[tokens]"})
+    meaning = "tokens, and the bounds' kv_heads and head_dim"
+    check_step_keys("key", key, slot_mapping, bounds.min_key.shape[1:], meaning)
     require_ints(1, block_size=block_size)
-    num_blocks, num_tokens = bounds.min_key.shape[0], slot_mapping.shape[0]
-    require_shape(
-        "key",
-        key.shape,
-        (key.shape[0], *bounds.min_key.shape[1:]),
-        "tokens, and the bounds' kv_heads and head_dim",
-    )
-    rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
-    require(key.shape[0] >= num_tokens, "key", rule, key.shape[0])
+    num_blocks = bounds.min_key.shape[0]
     slot_mapping = slot_mapping.astype(jnp.int32)  # The cache's sizes may not fit 8 or 16 bits.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     new_block = jnp.where(slot_mapping % block_size == 0, block, num_blocks)
@@ -82,6 +75,25 @@ def write_key_bounds(
     min_key = bounds.min_key.at[new_block].set(max_value, mode="drop").at[block].min(key, mode="drop")
     max_key = bounds.max_key.at[new_block].set(-max_value, mode="drop").at[block].max(key, mode="drop")
     return KeyBounds(min_key=min_key, max_key=max_key)
+
+
+def check_step_keys(
+    name: str, keys: Array, slot_mapping: Array, key_shape: tuple[int, ...], meaning: str
+) -> None:
+    """Raise ValueError unless there is a key of this shape for each slot.
+
+    Args:
+        name: Argument name of the keys.
+        keys: Keys of a step's tokens; may have more (padding) tokens than slot_mapping.
+        slot_mapping: Cache slot of each token.
+        key_shape: Shape of the key of a token.
+        meaning: Names of the axes of the keys, for the error.
+    """
+    require_array("slot_mapping", slot_mapping, "integer", {1: "[tokens]"})
+    (num_tokens,), num_keys = slot_mapping.shape, keys.shape[0]
+    require_shape(name, keys.shape, (num_keys, *key_shape), meaning)
+    rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
+    require(num_keys >= num_tokens, name, rule, num_keys)
 
 
 def block_scores(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.dense.attention import attention
 from jattn.masks import BlockMask, ListedBlocks
 from jattn.masks.checks import require_array, require_floats, require_ints
+from jattn.sparsity.decode_selection import check_step_keys
 from jattn.sparsity.scores import as_batch
 from pallas_kernels.checks import require, require_shape
 
@@ -198,18 +199,11 @@ def write_index_keys(
         ValueError: If there are fewer keys than slots, or index_dim differs.
     """
     require_floats(index_cache=index_cache, index_k=index_k)
-    require_array("slot_mapping", slot_mapping, "integer", {1: "[tokens]"})
-    num_tokens, dim = slot_mapping.shape[0], index_cache.shape[-1]
-    require_shape("index_k", index_k.shape, (index_k.shape[0], dim), "tokens, and the cache's index_dim")
-    rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
-    require(index_k.shape[0] >= num_tokens, "index_k", rule, index_k.shape[0])
-    slots = index_cache.shape[0] * index_cache.shape[1]
+    dim, slots = index_cache.shape[-1], index_cache.shape[0] * index_cache.shape[1]
+    check_step_keys("index_k", index_k, slot_mapping, (dim,), "tokens, and the cache's index_dim")
     slot = jnp.where(slot_mapping < 0, slots, slot_mapping.astype(jnp.int32))
-    rows = (
-        index_cache.reshape(slots, dim)
-        .at[slot]
-        .set(index_k[:num_tokens].astype(index_cache.dtype), mode="drop")
-    )
+    keys = index_k[: slot.shape[0]].astype(index_cache.dtype)
+    rows = index_cache.reshape(slots, dim).at[slot].set(keys, mode="drop")
     return rows.reshape(index_cache.shape)
 
 
