@@ -55,7 +55,7 @@ class KVStream(NamedTuple):
 
 
 class CacheSource:
-    """Where the keys and values of a tile are in the cache, and where they go in shared memory."""
+    """The locations of a tile's keys and values in the cache and in shared memory."""
 
     def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers | None, span: Span):
         kv = inputs.kv

@@ -22,7 +22,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed
 
 
 class KvLocation(NamedTuple):
-    """Where a warp's rows of a KV tile are in global memory.
+    """The location of a warp's rows of a KV tile in global memory.
 
     Attributes:
         blocks: Block id of each run of tokens among the warp's rows; empty if keys are packed.
@@ -34,7 +34,7 @@ class KvLocation(NamedTuple):
 
 
 class NextLoads(NamedTuple):
-    """What `WarpPipeline` reads ahead, so that the latency passes during a tile.
+    """The next loads of a `WarpPipeline`, located ahead so that the latency passes during a tile.
 
     Attributes:
         values: Location of the values that are loaded next.
