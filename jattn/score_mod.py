@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.checks import require
-from pallas_kernels.score_mod import KernelScoreMod, TableType
-from pallas_kernels.score_mod import ScoreFunction as KernelScoreFunction
+from pallas_kernels.score_mod import KernelScoreMod, ScoreModType, TableType
 
 type ScoreFunction = Callable[..., Any]
 
@@ -71,10 +70,10 @@ class ScoreMod:
         return self.tree_unflatten((self.function, self.first_row + first_row), self.arrays)
 
     @property
-    def static_part(self) -> KernelScoreFunction:
+    def static_part(self) -> ScoreModType:
         """The function and the types of its arrays, which decide whether kernels can evaluate it."""
         types = (TableType(jnp.shape(x), jnp.dtype(jnp.result_type(x))) for x in self.arrays)
-        return KernelScoreFunction(self.function, tuple(types))
+        return ScoreModType(self.function, tuple(types))
 
     def for_kernels(self) -> KernelScoreMod:
         """Return the score function as the kernels take it."""

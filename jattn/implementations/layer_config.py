@@ -13,7 +13,7 @@ from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
 from jattn.pytree import replace
 from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
-from pallas_kernels.score_mod import ScoreFunction
+from pallas_kernels.score_mod import ScoreModType
 
 type CacheOrSpec = CacheSpec | PagedCache | PackedKV
 
@@ -62,7 +62,7 @@ class LayerConfig:
     spec: AttentionSpec
     query_dtype: np.dtype
     cache: CacheFormat | None
-    score_function: ScoreFunction | None = None
+    score_function: ScoreModType | None = None
 
     def __str__(self) -> str:
         where = "keys outside a cache" if self.cache is None else str(self.cache)

@@ -8,6 +8,6 @@ per query, and so on: only what depends on both, or on the score, has one elemen
 from pallas_kernels.score_mod.evaluation import KernelScoreMod as KernelScoreMod
 from pallas_kernels.score_mod.evaluation import PairValue as PairValue
 from pallas_kernels.score_mod.evaluation import ScoreTile as ScoreTile
-from pallas_kernels.score_mod.tracing import ScoreFunction as ScoreFunction
+from pallas_kernels.score_mod.tracing import ScoreModType as ScoreModType
 from pallas_kernels.score_mod.tracing import TableType as TableType
 from pallas_kernels.score_mod.tracing import why_no_kernel as why_no_kernel

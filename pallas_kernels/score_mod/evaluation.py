@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, Literal
 from pallas_kernels.ptx.look_up import look_up
 from pallas_kernels.score_mod.operations import OPERATIONS
 from pallas_kernels.score_mod.tracing import (
-    ScoreFunction,
+    ScoreModType,
     TableType,
     Traces,
     inner_jaxpr,
@@ -76,11 +76,11 @@ class KernelScoreMod:
     """
 
     arrays: tuple[Ref, ...]
-    function: ScoreFunction
+    function: ScoreModType
     first_row: int = 0
 
     @classmethod
-    def of(cls, function: ScoreFunction, arrays: Sequence[Any], first_row: int) -> "KernelScoreMod":
+    def of(cls, function: ScoreModType, arrays: Sequence[Any], first_row: int) -> "KernelScoreMod":
         """Return a score function with its arrays."""
         stored = [
             jnp.asarray(array)

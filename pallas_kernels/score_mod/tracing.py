@@ -32,7 +32,7 @@ class TableType(NamedTuple):
         return jnp.dtype(jnp.float32 if jnp.issubdtype(self.dtype, jnp.floating) else jnp.int32)
 
 
-class ScoreFunction(NamedTuple):
+class ScoreModType(NamedTuple):
     """The static part of a score function.
 
     Attributes:
@@ -106,7 +106,7 @@ class _Unsupported(Exception):
     """A reason why kernels cannot evaluate a score function."""
 
 
-def why_no_kernel(function: ScoreFunction) -> str | None:
+def why_no_kernel(function: ScoreModType) -> str | None:
     """Return why kernels cannot evaluate a score function; None if they can."""
     reason = trace(function, trace_settings())
     return reason if isinstance(reason, str) else None
@@ -125,7 +125,7 @@ class Traces(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def trace(function: ScoreFunction, promotion: tuple[Any, ...]) -> "Traces | str":
+def trace(function: ScoreModType, promotion: tuple[Any, ...]) -> "Traces | str":
     """Trace a score function; return why kernels cannot evaluate it if they cannot."""
 
     def value(score: Any, *indices: Any) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jattn
-from pallas_kernels.score_mod import KernelScoreMod, ScoreFunction, TableType
+from pallas_kernels.score_mod import KernelScoreMod, ScoreModType, TableType
 from tests.pallas_kernels.varlen_prefill import prefill_aot_cases
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import abstract_metadata
 
@@ -71,7 +71,7 @@ def prefill_case(name, *args, **options):
     run, (arrays,) = prefill_aot_cases.case(*args, **options)
 
     def run_with_score_mod(arrays, tables_in):
-        return run({**arrays, "score_mod": KernelScoreMod.of(ScoreFunction(function, tables), tables_in, 1)})
+        return run({**arrays, "score_mod": KernelScoreMod.of(ScoreModType(function, tables), tables_in, 1)})
 
     return run_with_score_mod, (arrays, abstract(tables))
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.score_mod import (
     KernelScoreMod,
     PairValue,
-    ScoreFunction,
+    ScoreModType,
     ScoreTile,
     TableType,
     why_no_kernel,
@@ -56,7 +56,7 @@ def evaluate(function, arrays, scores, *, has_key_rows, has_heads):
         key=lambda: PairValue(positions[1], (key_axis,)),
         is_interpreted=True,
     )
-    mod = KernelScoreMod.of(ScoreFunction(function, table_types(arrays)), arrays, FIRST_ROW)
+    mod = KernelScoreMod.of(ScoreModType(function, table_types(arrays)), arrays, FIRST_ROW)
     value, derivative = mod.apply_with_derivative(scores, tile)
     derivative = jnp.ones(SHAPE) if derivative is None else derivative
     np.testing.assert_array_equal(mod.apply(scores, tile), value)
@@ -155,7 +155,7 @@ def capturing(score, batch, head, q_idx, kv_idx, table):
 )
 def test_what_kernels_cannot_evaluate_has_a_reason(function, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        raise NotImplementedError(why_no_kernel(ScoreFunction(function, table_types((CAPTURED,)))))
+        raise NotImplementedError(why_no_kernel(ScoreModType(function, table_types((CAPTURED,)))))
 
 
 def test_floor_and_ceil_equal_those_of_jnp():
@@ -205,7 +205,7 @@ def test_functions_with_their_derivatives_lower_for_a_gpu(function, tables):
         body, out_type=(jax.ShapeDtypeStruct(SHAPE, jnp.float32),) * 2, grid=(1,), grid_names=("cta",),
         num_threads=1, thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True),
     )  # fmt: skip
-    make = functools.partial(KernelScoreMod.of, ScoreFunction(function, tables), first_row=0)
+    make = functools.partial(KernelScoreMod.of, ScoreModType(function, tables), first_row=0)
     run = jax.jit(lambda scores, arrays: kernel(scores, make(arrays)))
     lowered = run.trace(jax.ShapeDtypeStruct(SHAPE, jnp.float32), arrays).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
