@@ -357,6 +357,7 @@ def why_not_decode(
     decode_query_len: int,
     layout: str = "NHD",
     has_token_scales: tuple[bool, bool] = (False, False),
+    list_block_size: int | None = None,
 ) -> str | None:
     """Return why paged_decode does not support a request, or None if it does.
 
@@ -370,6 +371,7 @@ def why_not_decode(
         decode_query_len: Query tokens per request.
         layout: Cache layout, "NHD" or "HND".
         has_token_scales: Whether keys, and whether values, have a scale per token and head.
+        list_block_size: Number of keys per sparse block of a list; None without lists.
     """
     kernel = KERNELS["paged_decode"]
     max_group = kernel.maxima["query heads per KV head"]
@@ -383,6 +385,9 @@ def why_not_decode(
         stored_rules.append((is_known, f"{clause}; supported: {supported}"))
         clause = f"a scale per token and head is not supported for {name} stored in {stored_dtype.name}"
         stored_rules.append((stored_dtype.itemsize == 1 or not has_scales, f"{clause}, only for 8-bit ones"))
+    has_listed_scales = list_block_size == 1 and any(has_token_scales)
+    clause = "a scale per token and head is not supported with lists of single keys"
+    stored_rules.append((not has_listed_scales, clause))
     return first_reason(
         (
             must_be_one_of("layout", layout, kernel.layouts),

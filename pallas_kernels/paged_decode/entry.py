@@ -30,7 +30,7 @@ from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import kernel_architecture, why_not_decode
 
-LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
+LIST_BLOCK_SIZES = (1, 16, 32, 64, 128, 256)
 
 
 def paged_decode(
@@ -78,7 +78,8 @@ def paged_decode(
             why_no_kernel must be None.
         block_list: Sparse blocks to visit, the same for all queries of a request; the score's mask applies
             inside them. None = all keys.
-        list_block_size: Static: keys per sparse block, one of LIST_BLOCK_SIZES; None without block_list.
+        list_block_size: Static: keys per sparse block, one of LIST_BLOCK_SIZES; None without block_list. With
+            1 the ids are positions of keys, and `sizes.uses_tma` must be False.
         lists_have_head_bits: Static: whether bit QUERY_BLOCK_SHIFT + g of an id says that query head g of the
             group visits the block; otherwise all heads do.
         schedule: Result of `make_schedule` for the same seq_lens, mask, sizes and lists; None = computed
@@ -125,7 +126,7 @@ def paged_decode(
     reason = why_not_decode(
         dtype=query.dtype, k_dtype=k_cache.dtype, v_dtype=v_cache.dtype, head_dim=head_dim,
         block_size=block_size, group=group, decode_query_len=decode_query_len,
-        has_token_scales=has_token_scales,
+        has_token_scales=has_token_scales, list_block_size=list_block_size,
     )  # fmt: skip
     check_supported("paged_decode", reason)
     if 0 in (*k_cache.shape, *block_table.shape):
@@ -136,8 +137,10 @@ def paged_decode(
     rows = group * decode_query_len
     if sizes is None:
         sizes = default_sizes(
-            head_dim, rows=rows, kv_dtypes=kv_dtypes, has_lists=has_lists, gpu=kernel_architecture(query)
-        )
+            head_dim, rows=rows, kv_dtypes=kv_dtypes, list_block_size=list_block_size,
+            gpu=kernel_architecture(query),
+        )  # fmt: skip
+    require(list_block_size != 1 or not sizes.uses_tma, "sizes.uses_tma", "be False for single keys", True)
     if schedule is None:
         schedule = make_schedule(
             seq_lens, score=score, sizes=sizes, kv_heads=kv_heads, group=group,
@@ -167,7 +170,10 @@ def paged_decode(
     query_rows, lists, tiling = to_rows(query, shape), DecodeListRefs(None, None), spec.cache_tiling
     if block_list is not None:  # each KV head of a request is a row of its own
         query_rows = query_rows.reshape(schedule_rows, row_tiles, *query_rows.shape[2:])
-        lists = DecodeListRefs(block_list.ids.reshape(schedule_rows, -1), block_list.counts.reshape(-1))
+        ids = block_list.ids.reshape(schedule_rows, -1)
+        if list_block_size == 1:  # the kernel reads the keys of a whole tile
+            ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % sizes.tile_kv)))
+        lists = DecodeListRefs(ids, block_list.counts.reshape(-1))
     k_tiles, v_tiles = tiling.tile_cache(k_cache), tiling.tile_cache(v_cache)
     inputs = DecodeInputs(
         query=shape.head.split(query_rows),

@@ -283,7 +283,7 @@ class DecodeConsumer:
         """Add one tile of keys and values to a segment's attention."""
         spec, mma, smem, pipeline, score = self.spec, self.mma, self.smem, self.pipeline, self.spec.score
         segment, stage = common.segment, lax.rem(state.step, jnp.int32(spec.sizes.stages))
-        keys = get_tile_keys(segment, tile_index, state.entries, spec)
+        keys = get_tile_keys(segment, tile_index, state.entries, self.inputs.lists.ids, spec)
         # Read the list entries of the next tile now, so that their latency passes during this one.
         entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, spec)
 

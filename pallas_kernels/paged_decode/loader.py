@@ -18,6 +18,7 @@ from pallas_kernels.paged_decode.span import Segment, Span, SpanCursor, get_tile
 from pallas_kernels.paged_decode.spec import DecodeBarriers, DecodeInputs, DecodeSmem
 from pallas_kernels.ptx.cp_async import (
     commit_copies,
+    copy_listed_keys,
     copy_queries,
     copy_tile,
     copy_token_scales,
@@ -83,8 +84,9 @@ class CacheSource:
             tile_index: Index of the tile in the segment; may exceed the number of tiles.
             entries: List entries of the tile; empty without lists.
         """
-        entries = entries or read_entries(segment, tile_index, self.inputs.lists.ids, self.spec)
-        keys = get_tile_keys(segment, tile_index, entries, self.spec)
+        ids = self.inputs.lists.ids
+        entries = entries or read_entries(segment, tile_index, ids, self.spec)
+        keys = get_tile_keys(segment, tile_index, entries, ids, self.spec)
         # Blocks outside of [first_key, end_key) may not be allocated. Another block is loaded instead, and
         # masked.
         blocks = self.blocks.visible_blocks(segment.request, segment.first_key, segment.end_key)
@@ -311,7 +313,7 @@ class CpAsyncPipeline(CacheSource, Pipeline):
     def start_segment(self, segment: Segment, step: Scalar) -> TileCopies:
         """Load the queries and the first `stages` tiles of a segment."""
         stages, shape, is_interpreted = self.spec.sizes.stages, self.spec.shape, self.spec.is_interpreted
-        tiles = [self.tile_copies(segment, jnp.int32(i), ()) for i in range(stages + 1)]
+        tiles = [self.copies_of(segment, jnp.int32(i)) for i in range(stages + 1)]
         query_g = self.inputs.query.at[segment.row, self.span.head_tile]
         copy_queries(self.q_s.at[0], query_g, head=shape.head, is_interpreted=is_interpreted)
         commit_copies(is_interpreted=is_interpreted)
@@ -327,9 +329,24 @@ class CpAsyncPipeline(CacheSource, Pipeline):
         """Start to load keys or values of a tile; past the segment's last tile, nothing."""
         is_interpreted = self.spec.is_interpreted
         blocks, indices = [block for block, _ in copies], [copy for _, copy in copies]
+        num_listed, tile_kv = segment.num_listed, self.spec.sizes.tile_kv
 
-        @pl.when(tile_index < segment.num_tiles)
-        def _() -> None:
+        def copy_listed() -> None:
+            assert num_listed is not None
+            copy_listed_keys(
+                stream.tile_s.at[stage],
+                stream.cache_g,
+                self.inputs.lists.ids.at[segment.row],
+                self.inputs.kv.block_table.at[segment.request],
+                (segment.first_tile + tile_index) * tile_kv,
+                num_listed,
+                (segment.first_key, segment.end_key),
+                segment.kv_head,
+                tiling=self.tiling,
+                is_interpreted=is_interpreted,
+            )
+
+        def copy_runs() -> None:
             place = blocks, indices, segment.kv_head
             copy_tile(
                 stream.tile_s.at[stage],
@@ -342,11 +359,17 @@ class CpAsyncPipeline(CacheSource, Pipeline):
                 scale_s = stream.scale_s.at[stage]
                 copy_token_scales(scale_s, stream.scale_g, *place, is_interpreted=is_interpreted)
 
+        is_listed = self.spec.shape.list_block_size == 1
+        pl.when(tile_index < segment.num_tiles)(copy_listed if is_listed else copy_runs)
         commit_copies(is_interpreted=is_interpreted)
+
+    def copies_of(self, segment: Segment, tile_index: Scalar) -> TileCopies:
+        """Return the copies that load a tile; none if each lane reads the list of single keys itself."""
+        return [] if self.spec.shape.list_block_size == 1 else self.tile_copies(segment, tile_index, ())
 
     def copies_after(self, segment: Segment, tile_index: Scalar) -> TileCopies:
         """Read the block ids of a tile one tile ahead, so that their latency passes during this tile."""
-        return self.tile_copies(segment, tile_index + (self.spec.sizes.stages + 1), ())
+        return self.copies_of(segment, tile_index + (self.spec.sizes.stages + 1))
 
     def wait_queries(self, buffer: Scalar) -> None:
         """Wait until all warps have written their part of the queries."""

@@ -315,14 +315,19 @@ class WarpMma(TileMma):
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
         """Return accs * alpha + V^T P of each warp's keys."""
+        first_key, end_key, run_starts = segment.first_key, segment.end_key, keys.run_starts
+        run_length, tile_kv = keys.run_length, self.tile.shape[0]
+        if keys.load_listed is not None:  # `copy_listed_keys` has loaded visible values in every row
+            zero = stage * 0
+            first_key, end_key, run_starts, run_length = zero, zero + tile_kv, (zero,), tile_kv
         return pv_mma(
             self.smem.v.at[stage],
             p,
             [acc * alpha for acc in accs],
-            segment.first_key,
-            segment.end_key,
-            keys.run_starts,
-            run_length=keys.run_length,
+            first_key,
+            end_key,
+            run_starts,
+            run_length=run_length,
             tile=self.tile,
             is_interpreted=self.is_interpreted,
         )

@@ -99,7 +99,7 @@ def default_sizes(
     rows: int,
     kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
     batch_invariant: bool = False,
-    has_lists: bool = False,
+    list_block_size: int | None = None,
     gpu: str = "9.0",
 ) -> DecodeSizes:
     """Return the default sizes for a head_dim.
@@ -112,7 +112,7 @@ def default_sizes(
         rows: Number of query rows per KV head.
         kv_dtypes: Dtypes of the keys and of the values in the cache.
         batch_invariant: Whether the bits of a request's result must not depend on its batch.
-        has_lists: Whether lists of sparse blocks select the keys.
+        list_block_size: Number of keys per sparse block if lists select the keys; None without lists.
         gpu: Compute capability that the kernel is built for.
 
     Raises:
@@ -124,9 +124,10 @@ def default_sizes(
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_quantized = min(itemsizes) == 1
     width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim
-    split_kv, is_small = 2048 if batch_invariant else None, is_quantized or has_lists
-    if not ARCHITECTURES[gpu].has_wgmma:
-        return _estimate_sizes(gpu, width, rows, itemsizes, split_kv, is_small=is_small)
+    split_kv, has_lists = 2048 if batch_invariant else None, list_block_size is not None
+    is_small, has_tma = is_quantized or has_lists, ARCHITECTURES[gpu].has_tma and list_block_size != 1
+    if not (ARCHITECTURES[gpu].has_wgmma and has_tma):
+        return _estimate_sizes(gpu, width, rows, itemsizes, split_kv, is_small=is_small, has_tma=has_tma)
     # With more rows of wider heads, registers spill when every feature is on.
     rows_by_width = EIGHT_BIT_MAX_ROWS_BY_WIDTH if is_quantized else MAX_ROWS_BY_WIDTH
     max_rows = next(count for max_width, count in rows_by_width if width <= max_width)
@@ -159,9 +160,16 @@ def _fits_two(width: int, rows: int, *, is_small: bool) -> bool:
 
 
 def _estimate_sizes(
-    gpu: str, width: int, rows: int, itemsizes: Sequence[int], split_kv: int | None, *, is_small: bool
+    gpu: str,
+    width: int,
+    rows: int,
+    itemsizes: Sequence[int],
+    split_kv: int | None,
+    *,
+    is_small: bool,
+    has_tma: bool,
 ) -> DecodeSizes:
-    """Return sizes for an architecture without wgmma, where nothing was measured.
+    """Return sizes for an architecture without wgmma, or for loads without TMA: nothing was measured.
 
     An SM should have as many bytes in flight as its share of the memory bandwidth requires, in proportion to
     BYTES_IN_FLIGHT, which was measured on an H200; and shared memory must hold them. Two stages and then two
@@ -174,6 +182,7 @@ def _estimate_sizes(
         itemsizes: Bytes per element of keys and of values.
         split_kv: `DecodeSizes.split_kv`.
         is_small: Whether tiles have few bytes, because they are quantized or listed.
+        has_tma: Whether TMA can load the keys.
     """
     architecture, tile_kv = ARCHITECTURES[gpu], 64
     max_rows = min(max(MAX_WARP_ACCUMULATOR // width // 8 * 8, 8), MAX_WARP_ROWS)
@@ -185,7 +194,7 @@ def _estimate_sizes(
     for uses_tma, ctas_per_sm, min_stages in options:
         # A thread block without a loader has half as many threads, so that registers hold two.
         fits_registers = ctas_per_sm == 1 or not uses_tma or _fits_two(width, tile_rows, is_small=is_small)
-        if not fits_registers or (uses_tma and not architecture.has_tma):
+        if not fits_registers or (uses_tma and not has_tma):
             continue
         cta_bytes = (architecture.smem_bytes + RESERVED_BYTES) // ctas_per_sm - RESERVED_BYTES
         available = cta_bytes - ALIGNMENT_BYTES

@@ -8,12 +8,13 @@ positions, or are runs that a request's list of sparse blocks selects.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
@@ -276,21 +277,27 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class TileKeys:
-    """Positions of a tile's keys in their request, as runs of consecutive positions.
+    """Positions of a tile's keys in their request, as runs of consecutive positions or as a list.
 
     Attributes:
-        run_starts: Position of the first key of each run, in ascending order.
+        run_starts: Position of the first key of each run, in ascending order; of listed keys, the first and
+            the last position.
         head_bits: One number per run, whose bit g says whether query head g of the group visits the run.
             Empty if all query heads visit all runs.
         run_length: Static number of keys per run.
+        load_listed: Function that loads the position of each row's key, if keys are listed one by one; else
+            None.
     """
 
     run_starts: tuple[Scalar, ...]
     head_bits: tuple[Scalar, ...]
     run_length: int
+    load_listed: Callable[[], Rows] | None = None
 
     def row_positions(self, rows: Tile) -> Tile:
         """Return the key position of each of the given rows of the tile."""
+        if self.load_listed is not None:
+            return lax.broadcast_in_dim(self.load_listed(), rows.shape, [0])
         return rows + self._select(
             rows, [first - i * self.run_length for i, first in enumerate(self.run_starts)]
         )
@@ -306,6 +313,8 @@ class TileKeys:
 
     def positions(self, num_keys: int) -> Rows:
         """Return the key position of each row of the tile."""
+        if self.load_listed is not None:
+            return self.load_listed()
         layout = plgpu.Layout.WGMMA.reduce(1)
         return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=layout))
 
@@ -348,12 +357,16 @@ def read_entries(
     if segment.num_listed is None:
         return ((segment.first_tile + tile_index) * spec.sizes.tile_kv,)
     last = jnp.maximum(segment.num_listed - 1, 0)
+    if spec.shape.list_block_size == 1:
+        first = (segment.first_tile + tile_index) * spec.sizes.tile_kv
+        ends = first, first + (spec.sizes.tile_kv - 1)
+        return tuple(ids[segment.row, jnp.minimum(index, last)] for index in ends)
     positions, _ = _list_positions(segment, tile_index, spec)
     return tuple(ids[segment.row, jnp.minimum(position, last)] for position in positions)
 
 
 def get_tile_keys(
-    segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], spec: DecodeSpec
+    segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], ids: Ref, spec: DecodeSpec
 ) -> TileKeys:
     """Return the key positions of a tile of a segment.
 
@@ -361,18 +374,30 @@ def get_tile_keys(
         segment: Segment of the tile.
         tile_index: Index of the tile in the segment.
         entries: Result of `read_entries` for the tile.
+        ids: Lists of sparse blocks, as in `read_entries`.
         spec: Static description of the call.
     """
-    shape = spec.shape
-    if segment.num_listed is None:
+    shape, num_listed = spec.shape, segment.num_listed
+    if num_listed is None:
         return TileKeys(entries, (), spec.run_length)
+    if shape.list_block_size == 1:
+        first, size = (segment.first_tile + tile_index) * spec.sizes.tile_kv, spec.sizes.tile_kv
+        layout = plgpu.Layout.WGMMA.reduce(1)
+
+        def load_listed() -> Rows:
+            position = plgpu.load(ids.at[segment.row, pl.ds(first, size)], layout=layout, optimized=False)
+            index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + first
+            return jnp.where(index < num_listed, position, NO_KEY)
+
+        last = jnp.where(first + size <= num_listed, entries[1], NO_KEY)
+        return TileKeys((entries[0], last), (), 1, load_listed)
     positions, offset = _list_positions(segment, tile_index, spec)
     run_starts, head_bits = [], []
     for position, entry in zip(positions, entries, strict=True):
         if shape.lists_have_head_bits:
             head_bits.append(lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT)))
             entry = entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
-        is_valid = position < segment.num_listed
+        is_valid = position < num_listed
         run_starts.append(jnp.where(is_valid, entry * (shape.list_block_size or 0) + offset, NO_KEY))
     return TileKeys(tuple(run_starts), tuple(head_bits), spec.run_length)
 

@@ -265,6 +265,108 @@ def _copy_block_rows_by_lanes(
     return ()
 
 
+def _copy_listed_keys(
+    tile_s: Ref,
+    cache_g: Ref,
+    ids_g: Ref,
+    table_g: Ref,
+    first: Scalar,
+    num_listed: Scalar,
+    visible: tuple[Scalar, Scalar],
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+) -> None:
+    head, (first_key, end_key) = tiling.head, visible
+    index = jnp.minimum(jnp.arange(tile_s.shape[1], dtype=jnp.int32) + first, num_listed - 1)
+    key = ids_g[...][index]
+    key = jnp.where((key >= first_key) & (key < end_key), key, end_key - 1)
+    block, token = table_g[...][key // tiling.block_size], key % tiling.block_size
+    cache = cache_g[...]
+    rows = cache[block, kv_head, token, 0] if tiling.is_hnd else cache[block, token, 0, kv_head]
+    for chunk in range(head.num_chunks):
+        row = rows[:, chunk] if head.is_padded else rows
+        tile_s[chunk] = jnp.pad(row, ((0, 0), (0, head.width - head.chunk_dim)))
+
+
+@with_fallback(_copy_listed_keys)
+def copy_listed_keys(
+    tile_s: Ref,
+    cache_g: Ref,
+    ids_g: Ref,
+    table_g: Ref,
+    first: Scalar,
+    num_listed: Scalar,
+    visible: tuple[Scalar, Scalar],
+    kv_head: Scalar,
+    *,
+    tiling: CacheTiling,
+) -> None:
+    """Start to copy 64 listed keys or values into shared memory; each warp copies its 16 rows.
+
+    Rows past the list's end, and listed keys that are not visible, hold a visible key.
+
+    Args:
+        tile_s: Tile in SMEM, [chunks, 64, width].
+        cache_g: Cache as `CacheTiling.tile_cache` returns it.
+        ids_g: Positions of the listed keys in the request.
+        table_g: Block id of each `tiling.block_size` keys of the request.
+        first: Index in the list of the tile's first key.
+        num_listed: Length of the list, at least 1.
+        visible: Position of the first visible key, and one past that of the last.
+        kv_head: Index of the KV head.
+        tiling: Static: division of blocks, in copies of one token, and of heads.
+    """
+    assert tiling.tokens_per_copy == 1
+    itemsize, width = jnp.dtype(tile_s.dtype).itemsize, tiling.head.width
+    types = (
+        plgpu.RefType(swizzle_transforms(itemsize, width)),
+        *[plgpu.RefType()] * 3,
+        [SCALAR] * 5,
+    )
+    run = plgpu.inline_mgpu(arg_types=types, return_type=())
+    scalars = [first, num_listed, *visible, kv_head]
+    run(functools.partial(_copy_listed_keys_by_lanes, tiling=tiling))(
+        tile_s, cache_g, ids_g, table_g, scalars
+    )
+
+
+def _copy_listed_keys_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    tile_s: ir.Value,
+    cache_g: ir.Value,
+    ids_g: ir.Value,
+    table_g: ir.Value,
+    scalars: Sequence[mgpu.FragmentedArray],
+    *,
+    tiling: CacheTiling,
+) -> tuple[()]:
+    first, num_listed, first_key, end_key, kv_head = map(fragments.scalar, scalars)
+    tile = _SwizzledRows(tile_s, WARPS * WARP_ROWS, tiling.head)
+    lane, warp = lanes.lane_and_warp()
+    unit, lane_row = tile.unit_and_row(lane)
+    last = arith.subi(num_listed, lanes.const(1))
+    rows, keys, sources = [], [], []
+    # Loads of the same kind follow each other, so that their latencies overlap.
+    for start in range(0, WARP_ROWS, tile.rows_at_once):
+        row = lanes.add(lanes.times(warp, WARP_ROWS), lane_row, start)
+        rows.append(row)
+        keys.append(lanes.load(ids_g, arith.minsi(lanes.add(first, row), last), lanes.i32()))
+    shift = tiling.block_size.bit_length() - 1
+    for key in keys:
+        is_visible = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, key, first_key),
+            arith.cmpi(arith.CmpIPredicate.slt, key, end_key),
+        )
+        visible_key = arith.select(is_visible, key, arith.subi(end_key, lanes.const(1)))
+        block = lanes.load(table_g, arith.shrui(visible_key, lanes.const(shift)), lanes.i32())
+        token = arith.andi(visible_key, lanes.const(tiling.block_size - 1))
+        sources.append(cache_pointer(cache_g, block, token, lanes.const(0), kv_head, tiling=tiling))
+    for row, source in zip(rows, sources, strict=True):
+        tile.copy_row(row, unit, source)
+    return ()
+
+
 def _copy_token_rows(
     tile_s: Ref,
     array_g: Ref,

@@ -35,11 +35,13 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int
     if needs_head_bits(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
         return f"block lists support at most {MAX_QUERY_BLOCKS} query heads with different blocks per KV head"
     size = math.gcd(*sizes)
+    if size == 1 and not isinstance(mask, ListedBlocks):
+        return "lists of single keys support a ListedBlocks alone"
     fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
         return f"block lists do not support blocks of {size} keys over cache blocks of {region.block_size}"
     num = num_blocks(region.max_blocks * region.block_size, size)
-    if num > MAX_TILES:
+    if num > MAX_TILES and size > 1:
         return f"block lists of {num} blocks of {size} keys exceed the maximum of {MAX_TILES} blocks"
     return size
 
@@ -58,8 +60,11 @@ def needs_head_bits(mask: Mask, spec: AttentionSpec) -> bool:
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
     """Build the list of blocks of `size` keys that each request visits, per KV head. Works inside jit."""
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
-    if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
-        return BlockList(ids=jnp.asarray(mask.ids), counts=jnp.asarray(mask.counts))
+    shapes = (seq_lens.shape[0], kv_heads), (seq_lens.shape[0], 1)
+    if isinstance(mask, ListedBlocks) and mask.counts.shape in shapes[: 2 if size == 1 else 1]:
+        ids, counts = jnp.asarray(mask.ids), jnp.asarray(mask.counts)
+        ids = jnp.broadcast_to(ids, (*shapes[0], ids.shape[2]))
+        return BlockList(ids=ids, counts=jnp.broadcast_to(counts, shapes[0]))
     coverage = tile_coverage(
         mask,
         rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),

@@ -22,7 +22,8 @@ class DecodeKernelConfig:
     lists_have_head_bits: bool = False
 
     def __str__(self) -> str:
-        over = "" if self.list_block_size is None else f" over lists of blocks of {self.list_block_size}"
+        size = self.list_block_size
+        over = {None: "", 1: " over lists of keys"}.get(size, f" over lists of blocks of {size}")
         return f"paged_decode{over}"
 
     @property

@@ -49,6 +49,12 @@ def _choose_decode(
 ) -> DecodeKernelConfig | str:
     spec, cache = layer.spec, layer.cache
     assert cache is not None
+    size, has_head_bits = None, False
+    if mask is not None:
+        found = block_lists.list_block_size(mask, spec, region)
+        if isinstance(found, str):
+            return found
+        size, has_head_bits = found, block_lists.needs_head_bits(mask, spec)
     reason = support.why_not_architecture("paged_decode", gpu) or support.why_not_decode(
         dtype=layer.query_dtype,
         k_dtype=cache.dtypes[0],
@@ -59,21 +65,16 @@ def _choose_decode(
         decode_query_len=region.bucket.decode_query_len,
         layout=cache.layout,
         has_token_scales=cache.has_token_scales,
+        list_block_size=size,
     )
     if reason is not None:
         return reason
-    size, has_head_bits = None, False
-    if mask is not None:
-        found = block_lists.list_block_size(mask, spec, region)
-        if isinstance(found, str):
-            return found
-        size, has_head_bits = found, block_lists.needs_head_bits(mask, spec)
     sizes = decode_kernel.default_sizes(
         spec.head_dim,
         rows=spec.q_heads_per_kv_head * region.bucket.decode_query_len,
         kv_dtypes=cache.dtypes,
         batch_invariant=spec.batch_invariant,
-        has_lists=mask is not None,
+        list_block_size=size,
         gpu=gpu,
     )
     return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=has_head_bits)

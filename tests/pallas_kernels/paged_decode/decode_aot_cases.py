@@ -64,7 +64,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
             rows=q_heads // kv_heads * query_len,
             kv_dtypes=kv_dtypes,
             batch_invariant=is_batch_invariant,
-            has_lists=list_block_size is not None,
+            list_block_size=list_block_size,
             gpu=kernel_architecture(),
         ),
     )

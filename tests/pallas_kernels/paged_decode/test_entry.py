@@ -223,13 +223,17 @@ def random_lists(lens, kv_heads, size, seed=0):
     return BlockList(jnp.asarray(ids), jnp.asarray(counts))
 
 
+BY_KEY = {"per_warp_mma": True, "uses_tma": False}
 LISTED = [
+    (1, 16, 1, {}, BY_KEY, "NHD"),
     (16, 16, 1, {}, {}, "NHD"),
     (16, 64, 2, {"window": (90, 0)}, {}, "NHD"),
     (32, 8, 1, {"soft_cap": 3.0}, {"split_kv": 128}, "NHD"),
     (64, 128, 1, {}, {"max_rows": 8}, "HND"),
     (128, 64, 3, {}, {"split_kv": 64}, "NHD"),
     (256, 16, 1, {"chunk_size": 100}, {}, "NHD"),
+    (1, 64, 2, {"window": (90, 0)}, BY_KEY, "HND"),
+    (1, 8, 1, {"soft_cap": 3.0}, BY_KEY | {"split_kv": 64}, "NHD"),
 ]
 
 
@@ -255,12 +259,12 @@ def check_listed(listed, interpret=None):
 
 
 class TestBlockLists:
-    @pytest.mark.parametrize("listed", LISTED[:3], ids=str)
+    @pytest.mark.parametrize("listed", LISTED[:4], ids=str)
     def test_decode_attends_to_listed_blocks_only(self, listed):
         check_listed(listed, plgpu.InterpretGPUParams())
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("listed", LISTED[3:], ids=str)
+    @pytest.mark.parametrize("listed", LISTED[4:], ids=str)
     def test_decode_attends_to_listed_blocks_only_with_other_sizes(self, listed):
         check_listed(listed, plgpu.InterpretGPUParams())
 
