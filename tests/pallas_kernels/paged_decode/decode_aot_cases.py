@@ -120,4 +120,14 @@ def aot_cases():
             HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,
             list_block_size=size, lists_have_head_bits=by_head, **FEATURES[feature],
         )  # fmt: skip
+    for i, heads in enumerate(HEADS):
+        feature, block_size, head_dim = list(FEATURES)[i % 6], BLOCK_SIZES[i % 6], (64, 128, 256)[i % 3]
+        layout, stored = ("NHD", "HND")[i % 2], (PLAIN, STORED["fp8"])[i // 2 % 2]
+        name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-listed1" + "-fp8" * (
+            stored != PLAIN
+        )
+        cases[name] = case(
+            HEADS[heads], head_dim, block_size, layout, jnp.dtype("bfloat16"), stored, list_block_size=1,
+            **FEATURES[feature],
+        )  # fmt: skip
     return cases

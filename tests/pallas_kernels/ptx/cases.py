@@ -336,6 +336,35 @@ def lookups(axes: tuple[int, ...], dtype: Any) -> Case:
     return Case((table, index), kernel(body, (shape, dtype)), fallback, (look_up.look_up,))
 
 
+def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Case:
+    """Return the case of the second tile of a list of 100 keys, of which the last 7 are not visible."""
+    head = head_chunks(dim, itemsize=jnp.dtype(dtype).itemsize)
+    tiling = CacheTiling(block_size=block_size, tile_kv=1, is_hnd=is_hnd, head=head)
+    per_block = (3, block_size) if is_hnd else (block_size, 3)
+    cache = tiling.tile_cache(jnp.asarray(20 * drawn(7, *per_block, dim), dtype))
+    ids = jnp.asarray(np.sort(np.random.default_rng(1).permutation(400)[:100]), jnp.int32)
+    table = jnp.asarray(np.random.default_rng(2).integers(7, size=-(-400 // block_size)), jnp.int32)
+    out = (head.num_chunks, 64, head.width), cache.dtype
+    where = jnp.int32(64), jnp.int32(100), (jnp.int32(0), jnp.int32(int(ids[93]))), jnp.int32(2)
+
+    def body(cache_g, ids_g, table_g, tile_g, tile_s):
+        cp_async.copy_listed_keys.on_gpu(tile_s, cache_g, ids_g, table_g, *where, tiling=tiling)
+        cp_async.commit_copies.on_gpu()
+        cp_async.wait_for_warpgroup.on_gpu(num_pending=0)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile_s, tile_g)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fallback(*arrays):
+        result = jax.new_ref(jnp.zeros(*out))
+        refs = [jax.new_ref(array) for array in arrays]
+        cp_async.copy_listed_keys.fallback(result, *refs, *where, tiling=tiling)
+        return (result[...],)
+
+    run = kernel(body, out, scratch=(swizzled_smem(*out, width=head.width),))
+    return Case((cache, ids, table), run, fallback, (cp_async.copy_listed_keys,))
+
+
 def tiles_out(dtype: Any) -> Case:
     """Return the case of an array of 30 rows, whose last 6 rows no tile contains."""
     tiles, last_rows = jnp.asarray(drawn(2, 24, 64), dtype), jnp.asarray(drawn(6, 2, 64, seed=1), dtype)
@@ -463,7 +492,8 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         swizzled_smem(outs[2][0], query.dtype),
         swizzled_smem(outs[3][0], wide.dtype),
     )
-    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction) and x not in TEAM_COPIES]
+    others = *TEAM_COPIES, cp_async.copy_listed_keys
+    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction) and x not in others]
     arrays = cache, scale, query, places, wide
     return Case(arrays, kernel(body, *outs, scratch=scratch), fallback, (*functions,))
 
@@ -511,6 +541,8 @@ def all_cases() -> dict[str, Case]:
         "lookups-rows": lookups((0,), jnp.int32),
         "lookups-columns": lookups((1,), f32),
         "tiles": tiles_out(bf16),
+        "listed-copies-8": listed_copies(80, bf16, 8, is_hnd=True),
+        "listed-copies-64": listed_copies(128, jnp.int8, 64, is_hnd=False),
         "copies-8": copies(8, 64, bf16, is_hnd=False),
         "copies-16-80": copies(16, 80, jnp.int8, is_hnd=True),
         "copies-32-120": copies(32, 120, f16, is_hnd=False),

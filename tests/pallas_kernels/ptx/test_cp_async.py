@@ -1,6 +1,7 @@
 """The addresses of cp.async copies, computed lane by lane: every byte goes where TMA would write it."""
 
 import functools
+import operator
 import re
 import types
 
@@ -21,7 +22,7 @@ class Array:
     """A contiguous array in place of a memory reference."""
 
     def __init__(self, array):
-        self.type, self.shape, self.element_type = self, array.shape, array.dtype
+        self.type, self.shape, self.element_type, self.array = self, array.shape, array.dtype, array
         self.strides = [stride // array.itemsize for stride in array.strides]
 
     def get_strides_and_offset(self):
@@ -61,11 +62,12 @@ class Machine:
             lane_and_warp=lambda **_: (self.lane, self.warp), const=int, times=lambda x, n: x * n, add=add,
             is_below=lambda x, n: x < n, address=lambda ref: 0, pointer=lambda ref: GMEM, ptx=self.ptx,
             run=self.run, i64=lambda: None, advance=lambda pointer, i, stride, at: pointer + i * stride + at,
+            i32=lambda: None, load=lambda ref, i, _: int(ref.array[i]),
         )  # fmt: skip
         arith = types.SimpleNamespace(
             andi=lambda a, b: a & b, xori=lambda a, b: a ^ b, shrui=lambda a, b: a >> b, minsi=min, maxsi=max,
-            select=lambda condition, a, b: a if condition else b, cmpi=lambda _, a, b: a >= b,
-            CmpIPredicate=types.SimpleNamespace(sge=None),
+            select=lambda condition, a, b: a if condition else b, cmpi=lambda compare, a, b: compare(a, b),
+            CmpIPredicate=types.SimpleNamespace(sge=operator.ge, slt=operator.lt), subi=lambda a, b: a - b,
         )  # fmt: skip
         bytewidth = lambda dtype: dtype.itemsize
         mgpu = types.SimpleNamespace(bytewidth=bytewidth, warpgroup_barrier=lambda: None)
@@ -170,6 +172,34 @@ def test_each_of_several_warps_copies_its_own_blocks(monkeypatch, block_size, nu
                 num_rows=tile_kv, tiling=tiling, num_warps=num_warps,
             )  # fmt: skip
     np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, 128))
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 256])
+@pytest.mark.parametrize("is_hnd", [False, True])
+@pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (80, 2), (128, 2), (256, 2), (64, 1), (128, 1)])
+def test_each_listed_key_goes_to_its_row(monkeypatch, block_size, is_hnd, head_dim, itemsize):
+    """The list ends within the tile, and its last keys lie behind the last visible one."""
+    head, rng = head_chunks(head_dim, itemsize=itemsize), np.random.default_rng(1)
+    tiling = CacheTiling(block_size=block_size, tile_kv=1, is_hnd=is_hnd, head=head)
+    dtype, per_block = (
+        np.dtype(np.uint8 if itemsize == 1 else np.uint16),
+        (3, block_size) if is_hnd else (block_size, 3),
+    )
+    cache = random_bytes((7, *per_block, head_dim), dtype)
+    ids, table = np.sort(rng.permutation(500)[:100]), rng.integers(7, size=-(-500 // block_size))
+    end_key = ids[95]
+    keys = ids[np.minimum(64 + np.arange(64), 99)]
+    keys = np.where(keys < end_key, keys, end_key - 1)
+    by_token = cache.swapaxes(1, 2) if is_hnd else cache
+    rows = by_token[table[keys // block_size], keys % block_size, 2]
+    tile = np.zeros((head.num_chunks, 64, head.width), dtype)
+    tile[:, :, : head.chunk_dim] = rows.reshape(64, head.num_chunks, head.chunk_dim).swapaxes(0, 1)
+    machine = Machine(cache.tobytes(), tile.nbytes)
+    machine.patch(monkeypatch)
+    arrays = map(Array, (tile, np.asarray(tiling.tile_cache(cache)), ids, table))
+    scalars = [64, 100, 0, int(end_key), 2]
+    machine.run_warpgroup(cp_async._copy_listed_keys_by_lanes, *arrays, scalars, tiling=tiling)
+    np.testing.assert_array_equal(machine.smem, in_swizzled_memory(tile, swizzle_bytes(itemsize, head.width)))
 
 
 @pytest.mark.parametrize(("first_token", "rows_per_head"), [(8, 64), (-3, 16), (90, 32)])
