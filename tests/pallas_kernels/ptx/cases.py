@@ -345,10 +345,16 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
     ids = jnp.asarray(np.sort(np.random.default_rng(1).permutation(400)[:100]), jnp.int32)
     table = jnp.asarray(np.random.default_rng(2).integers(7, size=-(-400 // block_size)), jnp.int32)
     out = (head.num_chunks, 64, head.width), cache.dtype
-    where = jnp.int32(64), jnp.int32(100), (jnp.int32(0), jnp.int32(int(ids[93]))), jnp.int32(2)
+    end_key = int(ids[93])
+
+    def copy(code, tile_s, *refs):
+        first, num_listed, first_key, end, kv_head = map(jnp.int32, (64, 100, 0, end_key, 2))
+        getattr(cp_async.copy_listed_keys, code)(
+            tile_s, *refs, first, num_listed, (first_key, end), kv_head, tiling=tiling
+        )
 
     def body(cache_g, ids_g, table_g, tile_g, tile_s):
-        cp_async.copy_listed_keys.on_gpu(tile_s, cache_g, ids_g, table_g, *where, tiling=tiling)
+        copy("on_gpu", tile_s, cache_g, ids_g, table_g)
         cp_async.commit_copies.on_gpu()
         cp_async.wait_for_warpgroup.on_gpu(num_pending=0)
         plgpu.commit_smem()
@@ -357,8 +363,7 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
 
     def fallback(*arrays):
         result = jax.new_ref(jnp.zeros(*out))
-        refs = [jax.new_ref(array) for array in arrays]
-        cp_async.copy_listed_keys.fallback(result, *refs, *where, tiling=tiling)
+        copy("fallback", result, *(jax.new_ref(array) for array in arrays))
         return (result[...],)
 
     run = kernel(body, out, scratch=(swizzled_smem(*out, width=head.width),))
