@@ -211,6 +211,22 @@ def test_query_heads_of_a_group_may_see_different_blocks_in_decode(heads, stored
     problem.check(*contract.attend(problem, mask=mask))
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (16, 2)])
+@pytest.mark.parametrize("stored", ["plain", "fp8_head"])
+@pytest.mark.parametrize("num_lists", [1, 2])
+def test_decode_attends_to_listed_tokens(heads, stored, num_lists):
+    blocks = np.random.default_rng(num_lists).random((4, num_lists, 1, 145)) < 0.4
+    counts = blocks.sum(-1)[:, :, 0].astype(np.int32)
+    ids = np.argsort(~blocks[:, :, 0], axis=-1, kind="stable").astype(np.int32)
+    mask = masks.ListedBlocks(blocks=blocks, block_q=None, block_kv=1, ids=ids, counts=counts)
+    rule = lambda r, h, i, j: blocks[r, h * num_lists // heads[0], 0, j]
+    changes = {"heads": heads, "head_dim": 128, "dtype": "bfloat16", "block_size": 16, "region": "decode"}
+    problem = Problem(AttentionContract().plain_case(stored=stored, **changes), mask=rule)
+    contract = AttentionContract()
+    contract.implementation = "mosaic_gpu"
+    problem.check(*contract.attend(problem, mask=mask))
+
+
 def test_batch_invariant_request_has_the_same_bits_alone_and_in_a_batch():
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, batch_invariant=True)
     size, blocks, rng = 16, 2000, np.random.default_rng(0)

@@ -35,8 +35,8 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int
     if needs_head_bits(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
         return f"block lists support at most {MAX_QUERY_BLOCKS} query heads with different blocks per KV head"
     size = math.gcd(*sizes)
-    if size == 1 and not isinstance(mask, ListedBlocks):
-        return "lists of single keys support a ListedBlocks alone"
+    if size == 1 and (not isinstance(mask, ListedBlocks) or needs_head_bits(mask, spec)):
+        return "lists of single keys support one ListedBlocks whose lists all query heads of a group share"
     fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
         return f"block lists do not support blocks of {size} keys over cache blocks of {region.block_size}"
