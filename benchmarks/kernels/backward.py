@@ -13,9 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head, share_of_pairs
+from benchmarks.kernels.backward_cases import (
+    CASES,
+    CHOICES,
+    MASKS,
+    make_mask,
+    make_score,
+    make_sinks,
+    share_of_pairs,
+)
 from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.kernels.cases import PrefillCase
+from benchmarks.kernels.score_mods import (
+    BASELINES,
+    Comparison,
+    kernel_arrays,
+    modifier_arrays,
+    prefill_sizes,
+    with_baselines,
+)
 from benchmarks.runner import Rows, kernel_times, wall_times
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
@@ -97,17 +113,24 @@ class Work:
             "query_start_loc": starts,
             "seq_lens": jnp.asarray(case.query_lens, jnp.int32),
             "kv_start_loc": starts[:-1],
-            **{name: jnp.asarray(x) for name, x in per_head(case, self.modifier).items()},
+            **modifier_arrays(self.modifier, case.q_heads),
+            **{name: jnp.asarray(x) for name, x in make_sinks(case, self.modifier).items()},
             **({} if mask is None else {"mask": mask}),
         }
+
+    @property
+    def forward_sizes(self) -> prefill.PrefillSizes:
+        """Return the sizes of the forward kernel."""
+        if self.modifier in BASELINES:
+            return prefill_sizes(self.case, self.modifier)
+        return prefill.default_sizes(self.case.head_dim, has_lists=self.modifier in MASKS)
 
     def forward_schedule(self, arrays: Arrays) -> Any:
         """Compute the schedule of the forward kernel, and its tile lists if there is a mask."""
         make_schedule = functools.partial(
             prefill.make_schedule, *_lens(arrays), num_tokens=len(arrays["query"])
         )
-        has_lists = "mask" in arrays
-        sizes = prefill.default_sizes(self.case.head_dim, has_lists=has_lists)
+        has_lists, sizes = "mask" in arrays, self.forward_sizes
         schedule = make_schedule(score=self.score, sizes=sizes, has_lists=has_lists)
         if not has_lists:
             return schedule, None
@@ -123,12 +146,11 @@ class Work:
             return_lse: Whether to return the log-sum-exps.
         """
         schedule, mask_plan = plan
-        sizes = prefill.default_sizes(self.case.head_dim, has_lists=mask_plan is not None)
-        inputs = {name: x for name, x in arrays.items() if name not in ("mask", "grad_out")}
+        inputs = kernel_arrays({name: x for name, x in arrays.items() if name not in ("mask", "grad_out")})
         return prefill.varlen_prefill(
             **inputs,
             score=self.score,
-            sizes=sizes,
+            sizes=self.forward_sizes,
             schedule=schedule,
             lists=None if mask_plan is None else mask_plan.lists,
             mask=None if mask_plan is None else mask_plan.pair_mask,
@@ -173,7 +195,7 @@ class Work:
             plan: Result of `schedule`.
         """
         schedule, lists, mask = plan
-        inputs = {name: x for name, x in arrays.items() if name not in ("mask", "sinks")}
+        inputs = kernel_arrays({name: x for name, x in arrays.items() if name not in ("mask", "sinks")})
         return backward.varlen_backward(
             **inputs, score=self.score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask
         )
@@ -203,9 +225,16 @@ def main(arguments: argparse.Namespace) -> None:
     rows, a = Rows("backward", arguments.out), arguments
     works = [
         [Work(case=CASES[name], modifier=modifier, variant=variant) for variant in a.variant]
-        for name, modifier in itertools.product(a.cases or CASES, a.modifier)
+        for name, modifier in itertools.product(a.cases or CASES, with_baselines(a.modifier))
     ]
+    comparisons = {name: Comparison() for name in ("us", "forward_us", "forward_lse_us")}
     for row in measure_all(works, has_peer=not a.no_peer, has_wall_time=a.wall):
+        for name, comparison in comparisons.items():
+            if name in row:
+                key = row["name"], row["variant"]
+                ratio = comparison.columns(key, row["modifier"], row[name]).get("of_baseline")
+                prefix = name.removesuffix("us")
+                row |= {} if ratio is None else {f"{prefix}of_baseline": ratio}
         rows.add(**row)
 
 
@@ -342,6 +371,7 @@ def attend_gradients(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
         mask=arrays.get("mask"),
         sinks=arrays.get("sinks"),
         alibi_slopes=arrays.get("alibi_slopes"),
+        score_mod=arrays.get("score_mod"),
     )
     _, pull = jax.vjp(attention, q, k, v)
     gradients: tuple[jax.Array, ...] = pull(grad_out)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
+from benchmarks.kernels.score_mods import BASELINES, SOFT_CAP
 from jattn import masks
 from pallas_kernels.shared import Score
 
@@ -85,14 +86,15 @@ def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.
     return masks.VerticalSlash.from_indices(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
-# Modifier -> fields of Score. Slopes and sinks come from `per_head`.
+# Modifier -> fields of Score. Its arrays come from `make_sinks` and `modifier_arrays`.
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"causal": False},
     "window": {"window": (WINDOW, 0)},
-    "soft_cap": {"soft_cap": 30.0},
+    "soft_cap": {"soft_cap": SOFT_CAP},
     "alibi": {},
     "sinks": {},
+    **{name: {} for name in BASELINES},
 }
 # Modifier -> function of the number of query heads and the tokens of the longest request that returns the
 # mask of every request.
@@ -115,15 +117,13 @@ def make_mask(case: PrefillCase, modifier: str) -> masks.Mask | None:
     return MASKS[modifier](case.q_heads, max(case.query_lens)) if modifier in MASKS else None
 
 
-def per_head(case: PrefillCase, modifier: str) -> dict[str, np.ndarray]:
-    """Return the per-head arrays of a modifier, float32 [q_heads]: ALiBi slopes or sinks.
+def make_sinks(case: PrefillCase, modifier: str) -> dict[str, np.ndarray]:
+    """Return the sinks of a modifier, float32 [q_heads]; empty for other modifiers.
 
     A sink has about the weight of half of the keys of a request.
     """
-    heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
-    if modifier == "alibi":
-        return {"alibi_slopes": 2.0 ** (-8 * heads / case.q_heads)}
     if modifier == "sinks":
+        heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
         mean_len = sum(case.query_lens) / len(case.query_lens)
         return {"sinks": np.float32(np.log(mean_len / 2)) + np.cos(heads)}
     return {}

@@ -55,7 +55,7 @@ def max_errors(
 
     Args:
         results: Arrays by the names of REFERENCES: output, log-sum-exps [tokens, heads], and gradients.
-        arrays: Inputs, with "mask", "sinks" and "alibi_slopes" if the layer has them.
+        arrays: Inputs, with "mask", "sinks", "alibi_slopes" and "score_mod" if the layer has them.
         case: Requests without context.
         score: What the layer does to scores.
     """
@@ -112,6 +112,11 @@ def scores(
     distance = query - key
     if "alibi_slopes" in arrays:
         s = s - arrays["alibi_slopes"][:, None, None] * distance
+    if "score_mod" in arrays:
+        head = jnp.arange(layer.q_heads, dtype=jnp.int32)[:, None, None]
+        pair = jnp.int32(0), head, query, key
+        s, slope = jax.jvp(lambda s: arrays["score_mod"](s, *pair), (s,), (jnp.ones_like(s),))
+        derivative = derivative * slope
     visible = (distance >= 0) if score.causal else jnp.full_like(distance, True, bool)
     if score.window[0] is not None:
         visible = visible & (distance <= score.window[0])

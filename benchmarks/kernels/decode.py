@@ -1,6 +1,7 @@
 """Paged decode: kernel time with schedule and combine kernel, beside the read ceiling of the same run."""
 
 import argparse
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -12,11 +13,21 @@ import numpy as np
 
 import jattn
 from benchmarks.kernels.cases import DECODE, DecodeCase
+from benchmarks.kernels.score_mods import (
+    BASELINES,
+    SOFT_CAP,
+    Comparison,
+    apply_score_mod,
+    kernel_arrays,
+    modifier_arrays,
+    with_baselines,
+)
 from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_times
 from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
 from pallas_kernels.shared import Score
+from pallas_kernels.support import ARCHITECTURES, NUM_SMS, kernel_architecture, target
 
 CHECKED_REQUESTS = 4
 TOLERANCE = 1e-2  # relative to the largest output; the tests use a tighter bound
@@ -31,6 +42,13 @@ QUANTIZATIONS: dict[str, tuple[tuple[Any, str | None], tuple[Any, str | None]]] 
     "int8_static_v": ((jnp.int8, "token"), (jnp.int8, "channel")),
     "int8_k_only": ((jnp.int8, "token"), (jnp.bfloat16, None)),
 }
+# Modifier -> fields of Score. Slopes and score functions come from `modifier_arrays`.
+MODIFIERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "soft_cap": {"soft_cap": SOFT_CAP},
+    "alibi": {},
+    **{name: {} for name in BASELINES},
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layout", default=["NHD"], choices=("NHD", "HND"), help="Cache layouts. Default: NHD.")
     add("--quantization", default=["none"], choices=QUANTIZATIONS, help="Cache formats. Default: none.")
     add("--dtype", default=["bfloat16"], choices=formats, help="Dtypes of queries and of 16-bit caches.")
+    add("--modifier", default=["plain"], choices=MODIFIERS, help="Modifiers of the scores. Default: plain.")
+    add(
+        "--target",
+        default=[],
+        choices=ARCHITECTURES,
+        help="Also measure the kernels of these compute capabilities. Default: the device's own alone.",
+    )
     add("--tile-kv", type=int, default=[None], help="Keys per tile. Default: the kernel's choice.")
     add("--stages", type=int, default=[None], help="Tiles in flight. Default: the kernel's choice.")
     add("--ctas-per-sm", type=int, default=[None], help="CTAs per SM. Default: the kernel's choice.")
@@ -62,34 +87,56 @@ def main(arguments: argparse.Namespace) -> None:
     size_options = (
         options.tile_kv, options.stages, options.ctas_per_sm, options.split_kv, options.by
     )  # fmt: skip
-    for name, *cache_format in itertools.product(
-        options.cases or DECODE, options.block_size, options.layout, options.dtype, options.quantization
+    comparison = Comparison()
+    for name, *cache_format, modifier in itertools.product(
+        options.cases or DECODE,
+        options.block_size,
+        options.layout,
+        options.dtype,
+        options.quantization,
+        with_baselines(options.modifier),
     ):
         case = DECODE[name]
         arrays = inputs(case, *cache_format)
-        expected = reference_outputs(case, arrays, cache_format[1])
-        for sizes in itertools.product(*size_options):
+        expected = reference_outputs(case, arrays, cache_format[1], modifier)
+        for *sizes, gpu in itertools.product(*size_options, [None, *options.target]):
             try:
-                measure(
-                    rows, case, ceiling, *cache_format, arrays, expected, sizes, has_wall_time=options.wall
-                )
+                with target(gpu):
+                    row = measure(
+                        case, *cache_format, arrays, expected, sizes, modifier, has_wall_time=options.wall
+                    )
+                key = name, *cache_format, *sizes
+                compared = comparison.columns(key, modifier, row["us"], gpu)
+                rows.add(**row, of_ceiling=row["gb_per_s"] / ceiling, **compared)
             except Exception as error:  # continue with the other rows
-                print(f"{name} {cache_format} {sizes}: {type(error).__name__}: {error}"[:500], flush=True)
+                settings = f"{name} {cache_format} {modifier} {sizes} {gpu or ''}"
+                print(f"{settings}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
 def kernel_sizes(
     case: DecodeCase, kv_dtypes: Any, tile_kv: Any, stages: Any, ctas_per_sm: Any, split_kv: Any, by: Any
 ) -> DecodeSizes:
-    """Return the default sizes with the changes that the options request; None keeps a default."""
-    sizes = default_sizes(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes)
-    return DecodeSizes(
+    """Return the default sizes for the device or `target`, with the changes that the options request.
+
+    None keeps a default. The number of thread blocks per SM is that of the target, whose number of SMs may
+    differ from that of the device.
+    """
+    gpu = kernel_architecture()
+    sizes = default_sizes(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes, gpu=gpu)
+    ctas_per_sm = ctas_per_sm or sizes.ctas // ARCHITECTURES[gpu].num_sms
+    return dataclasses.replace(
+        sizes,
         tile_kv=tile_kv or sizes.tile_kv,
         stages=stages or sizes.stages,
-        ctas=ctas_per_sm * 132 if ctas_per_sm else sizes.ctas,
-        max_rows=sizes.max_rows,
+        ctas=ctas_per_sm * core_count(),
         split_kv=split_kv,
         per_warp_mma=sizes.per_warp_mma if by is None else by == "warp",
     )
+
+
+def core_count() -> int:
+    """Return the number of SMs of the device; NUM_SMS on a CPU."""
+    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
 
 
 def inputs(
@@ -166,25 +213,22 @@ def quantize_cache(
 
 
 def measure(
-    rows: Rows,
     case: DecodeCase,
-    ceiling: float,
     block_size: int,
     layout: str,
     dtype: str,
     quantization: str,
     inputs: tuple[tuple[jax.Array, ...], dict[str, Any]],
     expected: dict[int, jax.Array],
-    size_options: tuple[Any, ...],
+    size_options: Sequence[Any],
+    modifier: str = "plain",
     *,
     has_wall_time: bool,
-) -> None:
-    """Measure the kernel and record a row.
+) -> dict[str, Any]:
+    """Measure the kernel, check its output and return a row.
 
     Args:
-        rows: Result file.
         case: Case to measure.
-        ceiling: Read ceiling in GB/s.
         block_size: Tokens per cache block.
         layout: Layout of the cache.
         dtype: Dtype of the queries.
@@ -192,6 +236,7 @@ def measure(
         inputs: Result of `inputs`.
         expected: Outputs of some requests, for the numerical check.
         size_options: Arguments of `kernel_sizes` after the dtypes.
+        modifier: Name of a modifier in MODIFIERS.
         has_wall_time: Whether to measure the wall times of the kernel and of `jattn.attend`, too.
 
     Raises:
@@ -200,35 +245,42 @@ def measure(
     args, scales = inputs
     kv = args[1:3]
     sizes = kernel_sizes(case, tuple(x.dtype for x in kv), *size_options)
-    score = Score(scale=case.head_dim**-0.5)
+    score = Score(scale=case.head_dim**-0.5, **MODIFIERS[modifier])
+    rest = scales | modifier_arrays(modifier, case.q_heads)
 
-    def run(query: Any, k: Any, v: Any, table: Any, lens: Any, scales: Any) -> jax.Array:
-        return paged_decode(query, k, v, table, lens, **scales, score=score, layout=layout, sizes=sizes)[0]
+    def run(query: Any, k: Any, v: Any, table: Any, lens: Any, rest: Any) -> jax.Array:
+        rest = kernel_arrays(rest)
+        return paged_decode(query, k, v, table, lens, **rest, score=score, layout=layout, sizes=sizes)[0]
 
-    out, time = kernel_times(run, *args, scales)
+    out, time = kernel_times(run, *args, rest)
     error = max_error(out, expected)
     assert error < TOLERANCE, f"{error=}"
     wall_columns = {}
     if has_wall_time:
-        attend = attend_call(inputs, expected, block_size, layout)
-        wall_columns = wall_times({"wall_us": (run, *args, scales), "attend_us": attend})
+        attend = attend_call(inputs, expected, block_size, layout, modifier)
+        wall_columns = wall_times({"wall_us": (run, *args, rest), "attend_us": attend})
     num_token_scales = sum(x is not None and x.ndim == 3 for x in scales.values())
     bytes_per_token = case.head_dim * sum(x.dtype.itemsize for x in kv) + 4 * num_token_scales
     gb_per_s = case.num_bytes(bytes_per_token) / time["us"] / 1e3
-    rows.add(
-        name=case.name,
-        block_size=block_size,
-        layout=layout,
-        dtype=dtype,
-        quantization=quantization,
-        tiles=f"kv{sizes.tile_kv} stages{sizes.stages} ctas{sizes.ctas} split{sizes.split_kv}"
-        + " by warp" * sizes.per_warp_mma,
+    return {
+        "name": case.name,
+        "block_size": block_size,
+        "layout": layout,
+        "dtype": dtype,
+        "quantization": quantization,
+        **({} if modifier == "plain" else {"modifier": modifier}),
+        "tiles": format_sizes(sizes),
         **time,
         **wall_columns,
-        gb_per_s=gb_per_s,
-        of_ceiling=gb_per_s / ceiling,
-        max_error=error,
-    )
+        "gb_per_s": gb_per_s,
+        "max_error": error,
+    }
+
+
+def format_sizes(sizes: DecodeSizes) -> str:
+    """Return the name of sizes in rows."""
+    text = f"kv{sizes.tile_kv} stages{sizes.stages} ctas{sizes.ctas} split{sizes.split_kv}"
+    return text + " by warp" * sizes.per_warp_mma + " cp.async" * (not sizes.uses_tma)
 
 
 def paged_cache(
@@ -246,6 +298,7 @@ def attend_call(
     expected: dict[int, jax.Array],
     block_size: int,
     layout: str,
+    modifier: str = "plain",
 ) -> tuple[Any, ...]:
     """Return `jattn.attend` of the inputs, which plans the step, and its arguments.
 
@@ -254,6 +307,7 @@ def attend_call(
         expected: Outputs of some requests, for the numerical check.
         block_size: Tokens per cache block.
         layout: Layout of the cache.
+        modifier: Name of a modifier in MODIFIERS.
 
     Raises:
         AssertionError: The error of its output exceeds TOLERANCE.
@@ -261,12 +315,16 @@ def attend_call(
     (query, k, v, table, lens), scales = inputs
     cache = paged_cache(k, v, **scales, layout=layout)
     spec = jattn.AttentionSpec(
-        num_q_heads=query.shape[1], num_kv_heads=cache.num_kv_heads, head_dim=query.shape[2]
+        num_q_heads=query.shape[1],
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=query.shape[2],
+        soft_cap=MODIFIERS[modifier].get("soft_cap"),
     )
+    modifiers = modifier_arrays(modifier, spec.num_q_heads)
     metadata = jattn.build_batch_metadata([1] * len(lens), np.asarray(lens), table, block_size=block_size)
 
     def attend(query: jax.Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata) -> jax.Array:
-        return jattn.attend(query, cache, metadata, spec)
+        return jattn.attend(query, cache, metadata, spec, **modifiers)
 
     arguments = query, cache, metadata
     error = max_error(jax.jit(attend)(*arguments), expected)
@@ -274,18 +332,47 @@ def attend_call(
     return attend, *arguments
 
 
-def reference_outputs(case: DecodeCase, inputs: Any, layout: str) -> dict[int, jax.Array]:
-    """Return row -> reference output for some requests, including the longest."""
+def reference_outputs(
+    case: DecodeCase, inputs: Any, layout: str, modifier: str = "plain"
+) -> dict[int, jax.Array]:
+    """Return row -> reference output for some requests, including the longest.
+
+    Score functions are compared with what a layer has built in, if it has the same.
+    """
     rows = np.argsort(case.kv_lens, kind="stable")[:: -max(len(case.kv_lens) // CHECKED_REQUESTS, 1)]
+    baseline = BASELINES.get(modifier, modifier)
+    modifiers = MODIFIERS[baseline] | modifier_arrays(baseline, case.q_heads)
 
     @jax.jit
     def attend_row(row: jax.Array, arrays: Any, scales: Any) -> jax.Array:
         query, k, v, table, lens = arrays
         query, table, lens = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (query, table, lens))
+        if modifier == "relative_table":
+            return attend_relative(query[0], (k, v), table[0], lens[0], scales, layout)[None]
         scale = case.head_dim**-0.5
-        return references.paged_decode(query, k, v, table, lens, scale=scale, layout=layout, **scales)[0]
+        return references.paged_decode(
+            query, k, v, table, lens, scale=scale, layout=layout, **scales, **modifiers
+        )[0]
 
     return {int(row): attend_row(jnp.int32(row), *inputs) for row in rows}
+
+
+def attend_relative(
+    query: jax.Array, kv: Any, blocks: jax.Array, seq_len: jax.Array, scales: Any, layout: str
+) -> jax.Array:
+    """Return the float32 output of a request's query with the biases of `relative_table`."""
+    k, v = (
+        references.gather_blocks(x if layout == "NHD" else jnp.swapaxes(x, 1, 2), scale, blocks, jnp.float32)
+        for x, scale in zip(kv, (scales["k_scale"], scales["v_scale"]), strict=True)
+    )
+    q_heads, head_dim = query.shape
+    q = query.astype(jnp.float32).reshape(k.shape[1], -1, head_dim)
+    s = jnp.einsum("hgd,khd->hgk", q, k, precision="highest") * head_dim**-0.5
+    positions, heads = jnp.arange(len(k)), jnp.arange(q_heads).reshape(q.shape[0], -1, 1)
+    score_mod = modifier_arrays("relative_table", q_heads)["score_mod"]
+    s = apply_score_mod(score_mod, s, jnp.int32(0), heads, seq_len - 1, positions)
+    p = jax.nn.softmax(jnp.where(positions[None, None] < seq_len, s, -jnp.inf), axis=-1)
+    return jnp.einsum("hgk,khd->hgd", p, v, precision="highest").reshape(query.shape)
 
 
 def max_error(out: jax.Array, expected: dict[int, jax.Array]) -> float:

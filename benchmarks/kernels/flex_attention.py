@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head
+from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score
 from benchmarks.kernels.cases import PrefillCase
+from benchmarks.kernels.score_mods import BASELINES, NUM_DISTANCES, alibi_slopes, relative_table
 from benchmarks.runner import Rows
 from jattn import masks
 from pallas_kernels.checks import require
@@ -49,7 +50,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
-    """Measure the backward pass, check sampled outputs and gradients against float32, and return a row.
+    """Measure both passes, check sampled outputs and gradients against float32, and return a row.
 
     Requests of equal length form a batch; others are packed into one sequence with a document mask.
 
@@ -85,9 +86,12 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = compiled(
-        *inputs, block_mask=block_mask, score_mod=score_mod, scale=case.head_dim**-0.5, enable_gqa=True
-    )
+
+    def forward() -> Any:
+        options = {"block_mask": block_mask, "score_mod": score_mod, "enable_gqa": True}
+        return compiled(*inputs, scale=case.head_dim**-0.5, **options)
+
+    out = forward()
 
     def backward() -> Any:
         return torch.autograd.grad(out, inputs, grad, retain_graph=True)
@@ -98,7 +102,10 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
         require(error < TOLERANCE, f"the error of {name}", f"be less than {TOLERANCE}", error)
     flops = 10.0 * case.head_dim * count_pairs(visible, batch, case.q_heads, tokens)
     us = kernel_sum_us(backward)
-    row = {"name": case.name, "modifier": modifier, "peer": "flex_attention", "us": us}
+    with torch.no_grad():
+        forward_us = kernel_sum_us(forward)
+    row = {"name": case.name, "modifier": modifier, "peer": "flex_attention"}
+    row |= {"us": us, "forward_us": forward_us}
     return row | {"tflop_per_s": flops / us / 1e6, "errors": {n: round(e, 5) for n, e in errors.items()}}
 
 
@@ -163,11 +170,15 @@ def make_score_mod(
     case: PrefillCase, modifier: str, to_tensor: Callable[[Any], Any]
 ) -> Callable[..., Any] | None:
     """Return the modifier's function of scaled scores, or None if it does not change scores."""
+    if modifier == "relative_table":
+        table = to_tensor(relative_table(case.q_heads))
+        return lambda s, b, h, q, k: s + table[h, (q - k).clip(0, NUM_DISTANCES - 1)]
+    modifier = BASELINES.get(modifier, modifier)  # all are functions here
     cap = make_score(case, modifier).soft_cap
     if cap is not None:
         return lambda s, b, h, q, k: cap * (s / cap).tanh()
     if modifier == "alibi":
-        slopes = to_tensor(per_head(case, modifier)["alibi_slopes"])
+        slopes = to_tensor(alibi_slopes(case.q_heads))
         return lambda s, b, h, q, k: s - slopes[h] * (q - k)
     return None
 

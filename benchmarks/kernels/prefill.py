@@ -15,12 +15,22 @@ import numpy as np
 
 import jattn
 from benchmarks.kernels.cases import PREFILL, PrefillCase
-from benchmarks.kernels.decode import QUANTIZATIONS, paged_cache, quantize_cache, random_table
+from benchmarks.kernels.decode import QUANTIZATIONS, core_count, paged_cache, quantize_cache, random_table
+from benchmarks.kernels.score_mods import (
+    BASELINES,
+    SOFT_CAP,
+    Comparison,
+    apply_score_mod,
+    kernel_arrays,
+    modifier_arrays,
+    prefill_sizes,
+    with_baselines,
+)
 from benchmarks.runner import Rows, kernel_times, wall_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.support import KERNELS
+from pallas_kernels.support import ARCHITECTURES, KERNELS, kernel_architecture, target
 from pallas_kernels.varlen_prefill import (
     CallBounds,
     PrefillSizes,
@@ -36,9 +46,10 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"causal": False},
     "window": {"window": (1023, None)},
-    "soft_cap": {"soft_cap": 30.0},
+    "soft_cap": {"soft_cap": SOFT_CAP},
     "alibi": {},
     "sinks": {},
+    **{name: {} for name in BASELINES},
 }
 
 
@@ -68,14 +79,14 @@ class Work:
         """Return what the layer does to scores."""
         return Score(scale=self.case.head_dim**-0.5, **MODIFIERS[self.modifier])
 
-    def run(self, arrays: dict[str, jax.Array], schedule: Any) -> jax.Array:
+    def run(self, arrays: dict[str, Any], schedule: Any) -> jax.Array:
         """Run the kernel and return its output.
 
         Args:
             arrays: Arrays from `inputs`.
             schedule: Schedule from `schedule`.
         """
-        arrays = dict(arrays)
+        arrays = kernel_arrays(dict(arrays))
         if self.dequantizes_in_kernel:
             for name in ("key", "value"):
                 arrays[f"{name[0]}_scale"] = arrays.pop(f"{name}_scale")
@@ -94,7 +105,7 @@ class Work:
         reqs, max_blocks = table.shape
         return jnp.arange(reqs, dtype=jnp.int32) * padded_len(max_blocks, self.block_size)
 
-    def schedule(self, arrays: dict[str, jax.Array]) -> Any:
+    def schedule(self, arrays: dict[str, Any]) -> Any:
         """Compute the schedule. A model computes it once per step for all layers."""
         lens = arrays["query_start_loc"], arrays["seq_lens"], arrays.get("kv_start_loc")
         if self.quantization != "none" and not self.dequantizes_in_kernel:
@@ -129,6 +140,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--modifier", default=["plain"], choices=MODIFIERS, help="Modifiers of the scores. Default: plain.")
     add("--quantization", default=["none"], choices=QUANTIZATIONS, help="Cache formats. Default: none.")
+    add(
+        "--target",
+        default=[],
+        choices=ARCHITECTURES,
+        help="Also measure the kernels of these compute capabilities. Default: the device's own alone.",
+    )
     parser.add_argument(
         "--whole", action="store_true", help="Also measure cases with few queries without splits of the keys."
     )
@@ -141,28 +158,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     """Measure every case with every combination of the options and varlen_prefill's default sizes."""
     a, rows = arguments, Rows("prefill", arguments.out)
-    options = itertools.product(a.cases or PREFILL, a.block_size, a.modifier, a.quantization)
-    for name, block_size, modifier, quantization in options:
-        if quantization != "none" and not block_size:
+    comparison = Comparison()
+    options = itertools.product(
+        a.cases or PREFILL, a.block_size, with_baselines(a.modifier), a.quantization, [None, *a.target]
+    )
+    for name, block_size, modifier, quantization, gpu in options:
+        if quantization != "none" and (not block_size or modifier in BASELINES):
             continue  # packed keys are never quantized
-        works = [default_work(PREFILL[name], block_size or None, modifier, quantization)]
+        with target(gpu):
+            works = [default_work(PREFILL[name], block_size or None, modifier, quantization)]
+        if gpu is not None:  # as many thread blocks per SM as on that GPU
+            sizes = works[0].sizes
+            ctas_per_sm = sizes.ctas // ARCHITECTURES[gpu].num_sms
+            works = [
+                dataclasses.replace(
+                    works[0], sizes=dataclasses.replace(sizes, ctas=ctas_per_sm * core_count())
+                )
+            ]
         default = works[0]
-        if a.whole and default.sizes.max_splits > 1 and not default.dequantizes_in_kernel:
+        if gpu is None and a.whole and default.sizes.max_splits > 1 and not default.dequantizes_in_kernel:
             works.append(dataclasses.replace(default, sizes=default_sizes(default.case.head_dim)))
-        if default.dequantizes_in_kernel:
+        if gpu is None and default.dequantizes_in_kernel:
             sizes = default_sizes(default.case.head_dim, bounds=call_bounds(default.case, default.score))
             works.append(dataclasses.replace(default, sizes=sizes, dequantizes_in_kernel=False))
         for work in works:
             try:
-                rows.add(**measure(work, has_wall_time=a.wall and work is default))
+                with target(gpu):
+                    row = measure(work, has_wall_time=a.wall and work is default)
+                key = name, block_size, quantization
+                compared = comparison.columns(key, modifier, row["us"], gpu) if work is default else {}
+                rows.add(**row, **compared)
             except Exception as error:  # continue with the other rows
-                print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
+                print(f"{work} {gpu or ''}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
 def default_work(
     case: PrefillCase, block_size: int | None, modifier: str, quantization: str = "none"
 ) -> Work:
-    """Return a row's work with varlen_prefill's default sizes.
+    """Return a row's work with varlen_prefill's default sizes for the device or `target`.
 
     Args:
         case: Case to measure.
@@ -183,8 +216,13 @@ def default_work(
         case.head_dim, bounds, kv_dtypes=kv_dtypes, has_token_scales="token" in granularities
     )
     sizes = default_sizes(
-        case.head_dim, bounds=None if block_size is None else bounds, is_quantized=dequantizes_in_kernel
+        case.head_dim,
+        bounds=None if block_size is None else bounds,
+        is_quantized=dequantizes_in_kernel,
+        gpu=kernel_architecture(),
     )
+    if modifier in BASELINES:
+        sizes = prefill_sizes(case, modifier, block_size, kernel_architecture())
     return Work(
         case=case,
         block_size=block_size,
@@ -207,14 +245,14 @@ def call_bounds(case: PrefillCase, score: Score) -> CallBounds:
     return bounds.limited_by(score)
 
 
-def inputs(work: Work) -> dict[str, jax.Array]:
+def inputs(work: Work) -> dict[str, Any]:
     """Return random inputs of the kernel, with cache blocks in random order."""
     case, block_size, modifier = work.case, work.block_size, work.modifier
     draw = jax.jit(
         lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), static_argnums=1
     )
     num_tokens = -(-sum(case.query_lens) // 8) * 8
-    arrays = {
+    arrays: dict[str, Any] = {
         "query": draw(0, (num_tokens, case.q_heads, case.head_dim)),
         "query_start_loc": jnp.asarray(_start_locs(case.query_lens)),
         "seq_lens": jnp.asarray(case.seq_lens, jnp.int32),
@@ -226,11 +264,9 @@ def inputs(work: Work) -> dict[str, jax.Array]:
         table, num_blocks = random_table(case.seq_lens, block_size)
         kv_shape = (num_blocks, block_size, case.kv_heads, case.head_dim)
         arrays["block_table"] = jnp.asarray(table)
-    heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
-    if modifier == "alibi":
-        arrays["alibi_slopes"] = jnp.asarray(2.0 ** (-8 * heads / case.q_heads), jnp.float32)
+    arrays |= modifier_arrays(modifier, case.q_heads)
     if modifier == "sinks":
-        arrays["sinks"] = jnp.asarray(heads / 16)
+        arrays["sinks"] = jnp.arange(1, case.q_heads + 1, dtype=jnp.float32) / 16
     arrays |= {"key": draw(1, kv_shape), "value": draw(2, kv_shape)}
     if work.quantization != "none":
         quantize = jax.jit(quantize_cache, static_argnums=(1, 2))
@@ -294,7 +330,7 @@ def measure(
     }
 
 
-def attend_call(work: Work, arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
+def attend_call(work: Work, arrays: dict[str, Any]) -> tuple[Any, ...]:
     """Return `jattn.attend` of the case's tokens, which plans the step, and its arguments.
 
     Args:
@@ -323,7 +359,7 @@ def attend_call(work: Work, arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
         window=None if score.window == (None, None) else score.window,
         soft_cap=score.soft_cap,
     )
-    per_head = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
+    per_head = {name: arrays.get(name) for name in ("sinks", "alibi_slopes", "score_mod")}
 
     def attend(query: jax.Array, cache: Any, metadata: Any, per_head: Any) -> jax.Array:
         return jattn.attend(query, cache, metadata, spec, **per_head)
@@ -334,7 +370,7 @@ def attend_call(work: Work, arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
     return attend, *arguments
 
 
-def max_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> float:
+def max_error(out: jax.Array, arrays: dict[str, Any], work: Work) -> float:
     """Return the largest error of some tokens against float32 on the host.
 
     The first and the last token are always compared. An error is relative to the token's largest output,
@@ -380,6 +416,11 @@ def max_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> float
             s = np.tanh(s / score.soft_cap) * score.soft_cap
         if "alibi_slopes" in arrays:
             s += host("alibi_slopes").reshape(case.kv_heads, -1, 1) * (kv_positions - position)
+        if "score_mod" in arrays:
+            padded = np.pad(s, ((0, 0), (0, 0), (low, seq_len - high)))  # one shape for all tokens
+            pair = r, np.arange(case.q_heads).reshape(case.kv_heads, -1, 1), position, np.arange(seq_len)
+            modified = apply_score_mod(arrays["score_mod"], padded, *map(jnp.int32, pair))
+            s = np.asarray(modified)[..., low:high]
         row_max = s.max(axis=-1, keepdims=True)
         p = np.exp(s - row_max)
         row_sum = p.sum(axis=-1, keepdims=True)

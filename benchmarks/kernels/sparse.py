@@ -31,7 +31,7 @@ SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m benchmarks sparse`."""
-    names = "prefill, pooled, local_strided, vertical_slash, decode, quest"
+    names = "prefill, pooled, local_strided, vertical_slash, decode, listed, quest"
     parser.add_argument("cases", nargs="*", help=f"Cases to run, of {names}. Default: all.")
     add, formats = functools.partial(parser.add_argument, nargs="+"), ("none", "fp8_e4m3")
     add("--tokens", default=list(TOKENS), choices=TOKENS, help="Prompt lengths.")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--density", type=float, default=list(DENSITIES), help="Densities of the masks of `prefill`.")
     add("--page", type=int, default=[16, 32], help="Tokens per cache block of `quest`.")
     add("--list-block", type=int, default=[16, 64], help="Block sizes of the masks of `decode`, in tokens.")
-    add("--quantization", default=formats, choices=formats, help="Cache formats of `decode` and `quest`.")
+    add("--quantization", default=formats, choices=formats, help="Cache formats of decode.")
     parser.add_argument("--out", help="Directory for the result rows.")
 
 
@@ -52,6 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
         "local_strided": lambda: local_strided(rows),
         "vertical_slash": lambda: vertical_slash(rows, [name for name in a.tokens if name != "128k"]),
         "decode": lambda: sparse_decode.block_lists(rows, a.quantization, a.list_block),
+        "listed": lambda: sparse_decode.listed_tokens(rows, a.quantization),
         "quest": lambda: sparse_decode.quest(rows, a.quantization, a.page),
     }
     for name in a.cases or cases:

@@ -10,7 +10,7 @@ import numpy as np
 import jattn
 from benchmarks.kernels.cases import DecodeCase
 from benchmarks.kernels.decode import inputs
-from benchmarks.runner import Rows, kernel_times
+from benchmarks.runner import Rows, kernel_times, read_ceiling
 from jattn import masks
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import KeyBounds, select_blocks
@@ -22,6 +22,8 @@ CHECKED_REQUESTS = 4
 DENSITIES = (0.25, 0.1)
 KERNELS = ("paged_decode", "varlen_prefill")
 SELECTED_SHARE = 0.1  # share of the blocks that Quest selects
+NUM_LISTED = 2048  # tokens of each request that an indexer selects
+LISTED_STEPS = {"32x32k": (32, 32768), "64x32k": (64, 32768), "32x64k": (32, 65536), "64x64k": (64, 65536)}
 SPEC = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
@@ -57,6 +59,59 @@ def quest(rows: Rows, quantizations: list[str], pages: list[int]) -> None:
             columns = {"page": page, "cache": quantization}
             dense_us = step.add_dense(rows, "dense_8x128k", **columns)
             step.add_selected(rows, "quest_8x128k", dense_us, **columns)
+
+
+def listed_tokens(
+    rows: Rows,
+    quantizations: list[str],
+    steps: dict[str, tuple[int, int]] = LISTED_STEPS,
+    *,
+    num_listed: int = NUM_LISTED,
+    page: int = 64,
+) -> None:
+    """Measure random tokens of each request, listed once for all heads, beside the read ceiling.
+
+    Args:
+        rows: Result file.
+        quantizations: Formats of the cache.
+        steps: Name of a step -> numbers of requests and of tokens per request.
+        num_listed: Number of tokens in each list.
+        page: Tokens per cache block.
+    """
+    ceiling = read_ceiling()
+    rows.add(name="read_ceiling", gb_per_s=ceiling)
+    for quantization in quantizations:
+        for name, (reqs, context) in steps.items():
+            step = DecodeStep(reqs, context, page, quantization)
+            mask = random_tokens(reqs, context, num_listed)
+            plan = jattn.plan(step.metadata, SPEC, step.cache, mask=mask, query_dtype=step.query.dtype)
+            columns = {"page": page, "cache": quantization, "listed": num_listed}
+            try:
+                times = step.measure(step.run, step.query, step.cache, step.metadata, None, plan, mask=mask)
+            except Exception as error:  # continue with the other rows
+                print(f"listed_{name} {columns}: {type(error).__name__}: {error}"[:500], flush=True)
+                continue
+            kv_bytes = sum(x.dtype.itemsize for x in (step.cache.k, step.cache.v)) * HEAD_DIM
+            num_bytes = reqs * (num_listed * KV_HEADS * kv_bytes + 4 * Q_HEADS * HEAD_DIM)
+            gb_per_s = num_bytes / times["us"] / 1e3
+            rows.add(
+                name=f"listed_{name}", **columns, **times, gb_per_s=gb_per_s, of_ceiling=gb_per_s / ceiling
+            )
+
+
+def random_tokens(reqs: int, context: int, num_listed: int) -> masks.ListedBlocks:
+    """Return a mask of random tokens per request, the same for all heads."""
+    rng = np.random.default_rng(4)
+    ids = np.stack([np.sort(rng.choice(context, num_listed, replace=False)) for _ in range(reqs)])
+    blocks = np.zeros((reqs, context), bool)
+    np.put_along_axis(blocks, ids, True, axis=1)
+    return masks.ListedBlocks(
+        blocks=jnp.asarray(blocks[:, None, None]),
+        block_q=None,
+        block_kv=1,
+        ids=jnp.asarray(ids[:, None], jnp.int32),
+        counts=jnp.full((reqs, 1), num_listed, jnp.int32),
+    )
 
 
 class DecodeStep:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.kernels import backward, backward_cases, flex_attention
+from benchmarks.kernels import backward, backward_cases, flex_attention, score_mods
 from benchmarks.kernels.cases import PrefillCase
 from jattn import masks
 from pallas_kernels import varlen_backward, varlen_prefill
@@ -61,6 +61,7 @@ def test_row_has_both_passes_and_the_fraction_of_visible_pairs(rows):
 @pytest.mark.parametrize(
     ("modifier", "without", "message"),
     [
+        ("relative_table", ("score_mod",), r"the error of \w+ must be less than 0.02"),
         ("vertical_slash", ("lists", "mask"), r"the error of \w+'s gradient must be less than 0.02"),
         ("sinks", ("sinks",), r"the error of lse must be less than 0.02"),
     ],
@@ -115,12 +116,16 @@ def test_flex_attention_mask_equals_that_of_the_kernels(small, modifier, lens):
     np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
 
 
-def test_flex_attention_score_mods_equal_soft_cap_and_alibi():
+def test_flex_attention_score_mods_equal_those_of_the_kernels():
     capped = flex_attention.make_score_mod(CASE, "soft_cap", np.asarray)
     # torch's tensors have tanh as a method.
     assert capped(Tensor(60.0), 0, 0, 0, 0) == pytest.approx(30 * np.tanh(2.0))
     sloped = flex_attention.make_score_mod(CASE, "alibi", np.asarray)
     assert float(sloped(1.0, 0, 1, 7, 3)) == pytest.approx(1 - 4 * 2.0**-8)
+    biased = flex_attention.make_score_mod(CASE, "relative_table", np.asarray)
+    table = score_mods.relative_table(2)
+    assert float(biased(1.0, 0, 1, np.int32(70), np.int32(3))) == pytest.approx(1 + table[1, 32])
+    assert float(biased(1.0, 0, 1, np.int32(7), np.int32(3))) == pytest.approx(1 + table[1, 4])
     assert flex_attention.make_score_mod(CASE, "plain", np.asarray) is None
 
 
