@@ -317,7 +317,7 @@ class WarpMma(TileMma):
         """Return accs * alpha + V^T P of each warp's keys."""
         first_key, end_key, run_starts = segment.first_key, segment.end_key, keys.run_starts
         run_length, tile_kv = keys.run_length, self.tile.shape[0]
-        if keys.load_listed is not None:  # `copy_listed_keys` has loaded visible values in every row
+        if keys.load_listed is not None:  # every row holds a visible value or zeros
             zero = stage * 0
             first_key, end_key, run_starts, run_length = zero, zero + tile_kv, (zero,), tile_kv
         return pv_mma(

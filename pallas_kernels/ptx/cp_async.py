@@ -280,10 +280,12 @@ def _copy_listed_keys(
     head, (first_key, end_key) = tiling.head, visible
     index = jnp.minimum(jnp.arange(tile_s.shape[1], dtype=jnp.int32) + first, num_listed - 1)
     key = ids_g[...][index]
-    key = jnp.where((key >= first_key) & (key < end_key), key, end_key - 1)
+    is_visible = (key >= first_key) & (key < end_key)
+    key = jnp.where(is_visible, key, end_key - 1)
     block, token = table_g[...][key // tiling.block_size], key % tiling.block_size
     cache = cache_g[...]
     rows = cache[block, kv_head, token, 0] if tiling.is_hnd else cache[block, token, 0, kv_head]
+    rows = jnp.where(is_visible.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
     for chunk in range(head.num_chunks):
         row = rows[:, chunk] if head.is_padded else rows
         tile_s[chunk] = jnp.pad(row, ((0, 0), (0, head.width - head.chunk_dim)))
@@ -304,7 +306,7 @@ def copy_listed_keys(
 ) -> None:
     """Start to copy 64 listed keys or values into shared memory; each warp copies its 16 rows.
 
-    Rows past the list's end, and listed keys that are not visible, hold a visible key.
+    Rows of listed keys that are not visible hold zeros. Rows past the list's end repeat the last listed key.
 
     Args:
         tile_s: Tile in SMEM, [chunks, 64, width].
@@ -346,7 +348,7 @@ def _copy_listed_keys_by_lanes(
     lane, warp = lanes.lane_and_warp()
     unit, lane_row = tile.unit_and_row(lane)
     last = arith.subi(num_listed, lanes.const(1))
-    rows, keys, sources = [], [], []
+    rows, keys, sources, sizes = [], [], [], []
     # Loads of the same kind follow each other, so that their latencies overlap.
     for start in range(0, WARP_ROWS, tile.rows_at_once):
         row = lanes.add(lanes.times(warp, WARP_ROWS), lane_row, start)
@@ -362,8 +364,9 @@ def _copy_listed_keys_by_lanes(
         block = lanes.load(table_g, arith.shrui(visible_key, lanes.const(shift)), lanes.i32())
         token = arith.andi(visible_key, lanes.const(tiling.block_size - 1))
         sources.append(cache_pointer(cache_g, block, token, lanes.const(0), kv_head, tiling=tiling))
-    for row, source in zip(rows, sources, strict=True):
-        tile.copy_row(row, unit, source)
+        sizes.append(arith.select(is_visible, lanes.const(UNIT), lanes.const(0)))
+    for row, source, size in zip(rows, sources, sizes, strict=True):
+        tile.copy_row(row, unit, source, size)
     return ()
 
 

@@ -237,6 +237,17 @@ LISTED = [
 ]
 
 
+def poison_unlisted(cache, table, lens, lists, size):
+    """Return the cache [blocks, block_size, kv_heads, head_dim] with NaN in all keys that no list names."""
+    is_listed, block_size = np.zeros(cache.shape[:3], bool), cache.shape[1]
+    for r, h in np.ndindex(lists.counts.shape):
+        ids = np.asarray(lists.ids[r, h, : lists.counts[r, h]])
+        keys = (ids[:, None] * size + np.arange(size)).reshape(-1)
+        keys = keys[keys < lens[r]]
+        is_listed[table[r, keys // block_size], keys % block_size, h] = True
+    return jnp.where(is_listed[..., None], cache, jnp.nan)
+
+
 def check_listed(listed, interpret=None):
     list_block_size, block_size, query_len, score, changed, layout = listed
     lens = [330, 0, 70, 5, 200]
@@ -245,12 +256,13 @@ def check_listed(listed, interpret=None):
     sinks = jnp.linspace(-1.0, 2.0, 6)
     options = {"layout": layout, "sinks": sinks, "decode_query_len": query_len}
     options |= {"block_list": lists, "list_block_size": list_block_size}
+    caches = [poison_unlisted(x, np.asarray(rest[0]), lens, lists, list_block_size) for x in (k, v)]
     if layout == "HND":
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        k, v, *caches = (jnp.swapaxes(x, 1, 2) for x in (k, v, *caches))
     sizes = DecodeSizes(stages=2, ctas=6, **changed)
     run = functools.partial(paged_decode, score=kwargs["score"], sizes=sizes, interpret=interpret)
     static = ("layout", "decode_query_len", "list_block_size")
-    out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **options)
+    out, lse = jax.jit(run, static_argnames=static)(query, *caches, *rest, **options)
     expected, expected_lse = reference.paged_decode(
         query.astype(jnp.float32), k, v, *rest, scale=kwargs["score"].scale, **score, **options
     )

@@ -189,9 +189,9 @@ def test_each_listed_key_goes_to_its_row(monkeypatch, block_size, is_hnd, head_d
     ids, table = np.sort(rng.permutation(500)[:100]), rng.integers(7, size=-(-500 // block_size))
     end_key = ids[95]
     keys = ids[np.minimum(64 + np.arange(64), 99)]
-    keys = np.where(keys < end_key, keys, end_key - 1)
     by_token = cache.swapaxes(1, 2) if is_hnd else cache
     rows = by_token[table[keys // block_size], keys % block_size, 2]
+    rows = np.where((keys < end_key)[:, None], rows, 0).astype(dtype)
     tile = np.zeros((head.num_chunks, 64, head.width), dtype)
     tile[:, :, : head.chunk_dim] = rows.reshape(64, head.num_chunks, head.chunk_dim).swapaxes(0, 1)
     machine = Machine(cache.tobytes(), tile.nbytes)
