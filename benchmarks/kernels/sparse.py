@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block", type=int, default=[128, 64], help="Block sizes of the masks of `prefill`, in tokens.")
     add("--density", type=float, default=list(DENSITIES), help="Densities of the masks of `prefill`.")
     add("--page", type=int, default=[16, 32], help="Tokens per cache block of `quest`.")
-    add("--list-block", type=int, default=[16, 64], help="Block sizes of the masks of `decode`, in tokens.")
+    add("--list-block", type=int, default=[16, 64], help="Block sizes of `decode` and `listed`.")
     add("--quantization", default=formats, choices=formats, help="Cache formats of decode.")
     parser.add_argument("--out", help="Directory for the result rows.")
 
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
         "local_strided": lambda: local_strided(rows),
         "vertical_slash": lambda: vertical_slash(rows, [name for name in a.tokens if name != "128k"]),
         "decode": lambda: sparse_decode.block_lists(rows, a.quantization, a.list_block),
-        "listed": lambda: sparse_decode.listed_tokens(rows, a.quantization),
+        "listed": lambda: sparse_decode.listed_tokens(rows, a.quantization, [1, *a.list_block]),
         "quest": lambda: sparse_decode.quest(rows, a.quantization, a.page),
     }
     for name in a.cases or cases:

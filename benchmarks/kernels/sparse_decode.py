@@ -64,16 +64,18 @@ def quest(rows: Rows, quantizations: list[str], pages: list[int]) -> None:
 def listed_tokens(
     rows: Rows,
     quantizations: list[str],
+    blocks: list[int],
     steps: dict[str, tuple[int, int]] = LISTED_STEPS,
     *,
     num_listed: int = NUM_LISTED,
     page: int = 64,
 ) -> None:
-    """Measure random tokens of each request, listed once for all heads, beside the read ceiling.
+    """Measure random tokens or blocks of each request, listed once for all heads, beside the read ceiling.
 
     Args:
         rows: Result file.
         quantizations: Formats of the cache.
+        blocks: Block sizes of the lists, in tokens.
         steps: Name of a step -> numbers of requests and of tokens per request.
         num_listed: Number of tokens in each list.
         page: Tokens per cache block.
@@ -83,34 +85,46 @@ def listed_tokens(
     for quantization in quantizations:
         for name, (reqs, context) in steps.items():
             step = DecodeStep(reqs, context, page, quantization)
-            mask = random_tokens(reqs, context, num_listed)
-            plan = jattn.plan(step.metadata, SPEC, step.cache, mask=mask, query_dtype=step.query.dtype)
-            columns = {"page": page, "cache": quantization, "listed": num_listed}
-            try:
-                times = step.measure(step.run, step.query, step.cache, step.metadata, None, plan, mask=mask)
-            except Exception as error:  # continue with the other rows
-                print(f"listed_{name} {columns}: {type(error).__name__}: {error}"[:500], flush=True)
-                continue
             kv_bytes = sum(x.dtype.itemsize for x in (step.cache.k, step.cache.v)) * HEAD_DIM
             num_bytes = reqs * (num_listed * KV_HEADS * kv_bytes + 4 * Q_HEADS * HEAD_DIM)
-            gb_per_s = num_bytes / times["us"] / 1e3
-            rows.add(
-                name=f"listed_{name}", **columns, **times, gb_per_s=gb_per_s, of_ceiling=gb_per_s / ceiling
-            )
+            for block in blocks:
+                columns = {"page": page, "cache": quantization, "listed": num_listed, "block": block}
+                mask = random_lists(reqs, context, num_listed, block)
+                arrays = step.query, step.cache, step.metadata
+                try:
+                    plan = jattn.plan(
+                        step.metadata, SPEC, step.cache, mask=mask, query_dtype=step.query.dtype
+                    )
+                    times = step.measure(step.run, *arrays, None, plan, mask=mask)
+                except Exception as error:  # continue with the other rows
+                    print(f"listed_{name} {columns}: {type(error).__name__}: {error}"[:500], flush=True)
+                    continue
+                gb_per_s = num_bytes / times["us"] / 1e3
+                of_ceiling = gb_per_s / ceiling
+                rows.add(name=f"listed_{name}", **columns, **times, gb_per_s=gb_per_s, of_ceiling=of_ceiling)
+            for x in jax.tree.leaves(step.cache):
+                x.delete()  # the steps together exceed the GPU's memory
 
 
-def random_tokens(reqs: int, context: int, num_listed: int) -> masks.ListedBlocks:
-    """Return a mask of random tokens per request, the same for all heads."""
-    rng = np.random.default_rng(4)
-    ids = np.stack([np.sort(rng.choice(context, num_listed, replace=False)) for _ in range(reqs)])
-    blocks = np.zeros((reqs, context), bool)
+def random_lists(reqs: int, context: int, num_listed: int, block: int) -> masks.ListedBlocks:
+    """Return a mask of random blocks per request, the same for all heads.
+
+    Args:
+        reqs: Number of requests.
+        context: Tokens of each request.
+        num_listed: Tokens in each list.
+        block: Tokens per block.
+    """
+    rng, num_blocks, count = np.random.default_rng(4), context // block, num_listed // block
+    ids = np.stack([np.sort(rng.choice(num_blocks, count, replace=False)) for _ in range(reqs)])
+    blocks = np.zeros((reqs, num_blocks), bool)
     np.put_along_axis(blocks, ids, True, axis=1)
     return masks.ListedBlocks(
         blocks=jnp.asarray(blocks[:, None, None]),
         block_q=None,
-        block_kv=1,
+        block_kv=block,
         ids=jnp.asarray(ids[:, None], jnp.int32),
-        counts=jnp.full((reqs, 1), num_listed, jnp.int32),
+        counts=jnp.full((reqs, 1), count, jnp.int32),
     )
 
 
