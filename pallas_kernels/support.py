@@ -19,6 +19,7 @@ from pallas_kernels.checks import require_one_of, unsupported
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
+MAX_GRADIENT_DIM = 128  # largest head_dim of gradients without wgmma; both gradients must fit the registers
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
@@ -128,7 +129,9 @@ KERNELS = {
         block_sizes=BLOCK_SIZES,
         layouts=LAYOUTS,
     ),
-    "varlen_backward": KernelSupport(head_dims=(32, 64, 80, 96, 112, 128, 192, 256)),
+    "varlen_backward": KernelSupport(
+        compute_capabilities=SINCE_AMPERE, head_dims=(32, 64, 80, 96, 112, 128, 192, 256)
+    ),
     "cache_read": KernelSupport(
         compute_capabilities=SINCE_AMPERE,
         eight_bit_dtypes=EIGHT_BIT_DTYPES,
@@ -466,14 +469,19 @@ def why_not_dequantize(
     return first_reason([*rules, kernel.head_dim_rule(head_dim, kv_dtypes, condition)])
 
 
-def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str | None:
+def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int, gpu: str = "9.0") -> str | None:
     """Return why varlen_backward does not support a request, or None if it does.
 
     Args:
         dtypes: Dtype of each array by its name; `dtypes["query"]` is that of the queries.
         head_dim: Elements per head.
+        gpu: Compute capability that the kernels are built for.
     """
     kernel = KERNELS["varlen_backward"]
+    head_dims, condition = kernel.head_dims, " for gradients"
+    if not ARCHITECTURES[gpu].has_wgmma:
+        head_dims = tuple(dim for dim in head_dims if dim <= MAX_GRADIENT_DIM)
+        condition = f" for gradients on compute capability {gpu}"
     named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}
     query = named["query"]
     return first_reason(
@@ -483,7 +491,7 @@ def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str |
                 (dtype == query, f"{name} of {dtype} is not supported with {query} queries")
                 for name, dtype in named.items()
             ),
-            must_be_one_of("head_dim", head_dim, kernel.head_dims, " for gradients"),
+            must_be_one_of("head_dim", head_dim, head_dims, condition),
         )
     )
 

@@ -6,6 +6,7 @@ copies the 16 rows of a tile of 64 keys that it multiplies itself. So it waits f
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -571,6 +572,57 @@ def copy_rows(tile_s: Ref, rows_g: Ref) -> None:
     head = HeadChunks(1, width, width, width, is_padded=False)
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(2)), plgpu.RefType()), return_type=())
     run(functools.partial(_copy_queries_by_lanes, tile_q=rows, head=head, has_barrier=False))(tile_s, rows_g)
+
+
+# ------------------------------------------------------------------------------------- numbers
+def _copy_numbers(to_s: Ref, from_g: Ref, index: Scalar, first: Scalar, *, num_warps: int) -> None:
+    rows = [slice(None)] * (len(from_g.shape) - 2)
+    to_s[...] = from_g[(index, *rows, pl.ds(first, to_s.shape[-1]))]
+
+
+@with_fallback(_copy_numbers)
+def copy_numbers(to_s: Ref, from_g: Ref, index: Scalar, first: Scalar, *, num_warps: int) -> None:
+    """Start to copy 32-bit numbers, `from_g[index, ..., first : first + width]`; one warp copies them.
+
+    Args:
+        to_s: Numbers in SMEM, [width] or [rows, width]; width is a power of two of at least 4.
+        from_g: Array [n, columns] or [n, rows, columns] in global memory; columns is a multiple of 4.
+        index: Index in the first axis.
+        first: First column, a multiple of 4.
+        num_warps: Static: number of warps that call this.
+    """
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR), return_type=())
+    body = functools.partial(_copy_numbers_by_lanes, shape=to_s.shape, num_warps=num_warps)
+    run(body)(to_s, from_g, index, first)
+
+
+def _copy_numbers_by_lanes(
+    _ctx: mgpu.LaunchContext,
+    to_s: ir.Value,
+    from_g: ir.Value,
+    index: mgpu.FragmentedArray,
+    first: mgpu.FragmentedArray,
+    *,
+    shape: tuple[int, ...],
+    num_warps: int,
+) -> tuple[()]:
+    strides = _byte_strides(from_g)
+    lane, warp = lanes.lane_and_warp(num_warps=num_warps)
+    units_per_row = shape[-1] * 4 // UNIT
+    num_units = math.prod(shape) * 4 // UNIT
+    start = lanes.times(fragments.scalar(first), 4)
+    for first_unit in range(0, num_units, LANES):
+        unit = lanes.add(lane, first_unit)
+        column = lanes.times(arith.andi(unit, lanes.const(units_per_row - 1)), UNIT)
+        offset = lanes.add(start, column)
+        if len(shape) > 1:
+            row = arith.shrui(unit, lanes.const(units_per_row.bit_length() - 1))
+            offset = lanes.add(offset, lanes.times(row, strides[1]))
+        source = lanes.advance(lanes.pointer(from_g), fragments.scalar(index), strides[0], offset)
+        target = lanes.add(lanes.address(to_s), lanes.times(unit, UNIT))
+        is_copied = arith.andi(lanes.is_below(warp, 1), lanes.is_below(unit, num_units))
+        lanes.run("cp.async.cg.shared.global [$0], [$1], 16;", target, source, predicate=is_copied)
+    return ()
 
 
 # ------------------------------------------------------------------------------------- groups

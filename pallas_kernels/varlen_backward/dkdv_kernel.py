@@ -54,6 +54,7 @@ tile_scheduler assigns work tiles to thread blocks.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +66,19 @@ from pallas_kernels.shared.memory import PANEL, swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop
-from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
+from pallas_kernels.varlen_backward.refs import (
+    DkDvBarriers,
+    DkDvInputs,
+    DkDvOutputs,
+    DkDvSmem,
+    WarpDkDvSmem,
+)
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, ComputedGrads, f32
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler
+from pallas_kernels.varlen_backward.warp_dkdv_kernel import warp_dkdv_body
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
+from pallas_kernels.varlen_prefill.spec import warp_barrier_types
 
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
@@ -94,17 +103,25 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutp
 def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     ctas = spec.sizes.ctas or len(inputs.schedule.order)
+    body: Callable[..., None] = dkdv_body
+    scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
+    num_warpgroups = WARPGROUPS + 1
+    # Pallas would make the threads of a warpgroup wait for each other before and after each store. Here they
+    # do so only in commit_smem, and nothing reads what a thread of another warp stores before that.
+    compiler_params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+    if spec.sizes.per_warp_mma:
+        barrier = warp_barrier_types(WARPGROUPS, is_interpreted=spec.is_interpreted)
+        body, scratch_types, num_warpgroups = warp_dkdv_body, (warp_smem_types(spec), barrier), WARPGROUPS
+        compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
     kernel = plgpu.kernel(
-        functools.partial(dkdv_body, ctas=ctas, spec=spec),
+        functools.partial(body, ctas=ctas, spec=spec),
         out_type=(output_types(inputs, spec, kv_tokens),),
-        scratch_types=(smem_types(spec), barrier_types(spec)),
+        scratch_types=scratch_types,
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=num_warpgroups,
         thread_name="warpgroup",
-        # Pallas would make the threads of a warpgroup wait for each other before and after each store. Here
-        # they do so only in commit_smem, and nothing reads what a thread of another warp stores before that.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=compiler_params,
         kernel_name=f"varlen_backward{spec.computes.suffix}",
         interpret=spec.interpret,
     )
@@ -170,6 +187,21 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
         dq=swizzled_smem(dq_shape, f32) if spec.adds_dq else None,
         tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
         p=swizzled_smem(scores, dtype) if spec.is_interpreted and spec.computes.dv else None,
+    )
+
+
+def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
+    """Return the shapes and dtypes of the arrays in shared memory; see WarpDkDvSmem."""
+    sizes, head, dtype = spec.sizes, spec.head, spec.dtype
+    keys = swizzled_smem((WARPGROUPS, head.num_chunks, PANEL, head.width), dtype)
+    queries = swizzled_smem((sizes.stages, head.num_chunks, sizes.tile_q, head.width), dtype)
+    return WarpDkDvSmem(
+        key=keys,
+        value=keys,
+        query=queries,
+        dout=queries,
+        stats_and_columns=plgpu.SMEM((sizes.stages + 1, WARPGROUPS, sizes.tile_q), f32),
+        tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
     )
 
 

@@ -3,7 +3,6 @@
 If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ to global memory.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,6 +84,7 @@ class DkDvMainloop:
         """Compute all work tiles of the thread block."""
         rounds, number_of = scheduler.assignment()
         self.scores.store_columns()
+        plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
             # Wait for the keys and values, with which the work tile's columns arrive.
@@ -486,25 +486,38 @@ class DkDvMainloop:
         @pl.when((begin > 0) | (end < WARPGROUPS * PANEL))
         def _() -> None:
             for wg in range(WARPGROUPS):
-                self._clear(self.smem.key.at[wg], begin - wg * PANEL, end - wg * PANEL)
+                clear_rows(self.smem.key.at[wg], begin - wg * PANEL, end - wg * PANEL)
             plgpu.commit_smem()
 
-    def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
+    def clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
         """Zero queries, or their dO, outside of the request; each warpgroup does it for itself."""
-        begin, end = tile.valid_rows()
+        clear_invalid_queries(tile, tile_s, fence=plgpu.commit_smem)
 
-        @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
-        def _() -> None:
-            for tile_s, index in itertools.product(tiles_s, range(self.spec.num_query_panels)):
-                panel_s = tile_s.at[slice(None), pl.ds(index * PANEL, PANEL)]
-                self._clear(panel_s, begin - index * PANEL, end - index * PANEL)
-            plgpu.commit_smem()
 
-    def _clear(self, panel_s: Ref, begin: Scalar, end: Scalar) -> None:
-        def row(shape: tuple[int, ...]) -> Tile:
-            return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+def clear_invalid_queries(tile: QueryTile, tile_s: Ref, *, fence: Callable[[], None]) -> None:
+    """Zero queries, or their dO, outside of the request: 0 times NaN is NaN.
 
-        clear_masked_out(panel_s, pl.ds(0, PANEL), row, begin, end)
+    Args:
+        tile: The query tile.
+        tile_s: Its queries or dO in shared memory, [chunks, tile_q, width].
+        fence: Function that makes the zeros visible to the matrix product.
+    """
+    (begin, end), tile_q = tile.valid_rows(), tile_s.shape[1]
+
+    @pl.when((begin > 0) | (end < tile_q))
+    def _() -> None:
+        for start in range(0, tile_q, PANEL):
+            clear_rows(tile_s.at[slice(None), pl.ds(start, PANEL)], begin - start, end - start)
+        fence()
+
+
+def clear_rows(panel_s: Ref, begin: Scalar, end: Scalar) -> None:
+    """Zero the rows of a panel outside of [begin, end)."""
+
+    def row(shape: tuple[int, ...]) -> Tile:
+        return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+
+    clear_masked_out(panel_s, pl.ds(0, PANEL), row, begin, end)
 
 
 def previous_buffer(step: Scalar) -> Scalar:

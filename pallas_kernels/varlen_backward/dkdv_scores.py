@@ -116,7 +116,7 @@ class TileProbabilities(NamedTuple):
     """Probabilities of a tile, one row per key; 0 for invisible pairs.
 
     Attributes:
-        p: Probabilities in 16 bits.
+        p: Probabilities in 16 bits, or in f32 if the matrix product rounds them (sizes.per_warp_mma).
         weight: Probabilities in f32, times the derivatives of the soft cap and the score function.
         is_masked: Whether the tile needs a mask. Static.
     """
@@ -153,7 +153,6 @@ class DkDvScores:
         """Store the column indices in shared memory."""
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)
-        plgpu.commit_smem()
 
     def load_mask(self, tile: QueryTile) -> LoadedMask:
         """Load the mask's data for a tile. Call it early, because the data is in global memory."""
@@ -192,7 +191,8 @@ class DkDvScores:
         y = y - self._broadcast_columns(lse)
         p = jnp.exp2(self._masked(y, tile, loaded) if tile.is_masked else y)
         weight = score_weight(p, tanh, derivative)
-        return TileProbabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
+        p = p if self.spec.sizes.per_warp_mma else p.astype(self.spec.dtype)
+        return TileProbabilities(p, weight, tile.is_masked)
 
     def gradients(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
         """Return dS without the softmax scale; `delta` comes from `row_stats` with index 1."""

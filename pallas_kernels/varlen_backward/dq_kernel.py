@@ -16,6 +16,7 @@ computing warpgroups does:
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 from jax import lax
@@ -23,22 +24,51 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.shared.types import Ref, Scalar, ScratchType
 from pallas_kernels.varlen_backward.dq_loader import DqLoader, num_value_stages
 from pallas_kernels.varlen_backward.dq_mainloop import DqMainloop
-from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem, WarpDqSmem
+from pallas_kernels.varlen_backward.warp_dq_kernel import warp_dq_body
 from pallas_kernels.varlen_prefill.spec import (
     M,
     PrefillBarriers,
     PrefillSpec,
     barrier_types,
     smem_types,
+    warp_barrier_types,
+    warp_smem_types,
 )
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
 def run_dq(inputs: DqInputs, spec: PrefillSpec, num_tokens: int) -> jax.Array:
     """Launch the dq kernel, and return dq [tokens, ...]; `num_tokens` is the number without padding."""
+    body: Callable[..., None] = dq_body
+    scratch_types: tuple[DqSmem | WarpDqSmem, PrefillBarriers | ScratchType] = smem_and_barrier_types(spec)
+    num_warpgroups = spec.sizes.warpgroups + 1
+    if spec.sizes.per_warp_mma:
+        barrier = warp_barrier_types(spec.sizes.warpgroups, is_interpreted=spec.is_interpreted)
+        attention_smem = warp_smem_types(spec)
+        body, scratch_types = warp_dq_body, (WarpDqSmem(attention_smem, attention_smem.query), barrier)
+        num_warpgroups = spec.sizes.warpgroups
+    kernel = plgpu.kernel(
+        functools.partial(body, spec=spec),
+        out_type=jax.ShapeDtypeStruct((num_tokens, *inputs.attention.query.rows.shape[1:]), spec.dtype),
+        scratch_types=scratch_types,
+        grid=(spec.sizes.ctas,),
+        grid_names=("cta",),
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        # Sums are over a warp's registers; no shared memory is left for other reductions.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        kernel_name="varlen_backward_queries",
+        interpret=spec.interpret,
+    )
+    return kernel(inputs)
+
+
+def smem_and_barrier_types(spec: PrefillSpec) -> tuple[DqSmem, PrefillBarriers]:
+    """Return the types of the arrays in shared memory and of the barriers."""
     head, sizes, num_values = spec.shape.head, spec.sizes, num_value_stages(spec)
     num_chunks = head.num_chunks
     # Shared memory and barriers of varlen_prefill, except for the values' stages and the dO that comes with
@@ -53,20 +83,7 @@ def run_dq(inputs: DqInputs, spec: PrefillSpec, num_tokens: int) -> jax.Array:
             num_arrivals=2 * num_chunks + 1, num_barriers=sizes.warpgroups * sizes.query_buffers
         ),
     )
-    kernel = plgpu.kernel(
-        functools.partial(dq_body, spec=spec),
-        out_type=jax.ShapeDtypeStruct((num_tokens, *inputs.attention.query.rows.shape[1:]), spec.dtype),
-        scratch_types=(DqSmem(attention_smem, dout), barriers),
-        grid=(sizes.ctas,),
-        grid_names=("cta",),
-        num_threads=sizes.warpgroups + 1,
-        thread_name="warpgroup",
-        # Sums are over a warp's registers; no shared memory is left for other reductions.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="varlen_backward_queries",
-        interpret=spec.interpret,
-    )
-    return kernel(inputs)
+    return DqSmem(attention_smem, dout), barriers
 
 
 def dq_body(inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, *, spec: PrefillSpec) -> None:

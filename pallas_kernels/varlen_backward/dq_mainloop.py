@@ -8,17 +8,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
-from pallas_kernels.varlen_backward.dkdv_scores import apply_score_mod, apply_soft_cap, score_weight
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
+from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
-from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.epilogue import store_rows
-from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
-from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
-from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillBarriers, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.masking import ValueTiles
+from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
 
 
@@ -41,18 +39,6 @@ class DqState(NamedTuple):
     ds: Tile
 
 
-class RowStats(NamedTuple):
-    """Statistics of each query row.
-
-    Attributes:
-        lse: Base-2 log-sum-exp.
-        delta: Row sum of O * dO, minus dLSE.
-    """
-
-    lse: Rows
-    delta: Rows
-
-
 class DqMainloop:
     """Main loop of one warpgroup."""
 
@@ -63,20 +49,13 @@ class DqMainloop:
         self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
         # dQ multiplies keys, as P V multiplies values: a gradient of 0 does not hide their NaNs.
         self.keys = ValueTiles(self.pipeline.keys, self.pipeline, spec)
-        self.masking = Masking(inputs.attention.mask, self.columns, spec)
-        self.score_mod = inputs.attention.score_mod
-
-    def columns(self) -> Tile:
-        """Return the index of each key within its tile, f32."""
-        # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        column = plgpu.load(self.smem.attention.columns.at[self.wg], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+        attention, columns_s = inputs.attention, smem.attention.columns.at[wg]
+        self.scores = DqScores(attention.mask, attention.score_mod, columns_s, spec)
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
         rounds, tile_index = scheduler.assignment(0)
-        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
-        self.smem.attention.columns[self.wg] = columns.astype(f32)
+        self.scores.store_columns()
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
@@ -258,24 +237,24 @@ class DqMainloop:
             for chunk, ref in enumerate(sum_refs):
                 plgpu.wgmma(ref, last_ds, keys.at[last_stage, chunk])
             # The mask's data comes from global memory: load it while the products are in flight.
-            loaded = self.masking.load(tile)
+            loaded = self.scores.masking.load(tile)
             # Wait for S but neither for dP nor for dQ: P is computed meanwhile.
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.num_chunks + num_more)
-            weights = self.weights(lax.optimization_barrier(s), row_stats, tile, loaded)
+            weights = self.scores.weights(lax.optimization_barrier(s), row_stats, tile, loaded)
             # Wait for dP but not for dQ: dS is computed meanwhile.
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_more))
             # Release the values: dP has read them.
             plgpu.barrier_arrive(values.free.at[value_stage])
-            return self.gradients(weights, dp, row_stats, tile)
+            return self.scores.gradients(weights, dp, row_stats, tile)
 
         if not self.spec.is_interpreted:
             return pl.run_scoped(products, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
         s = run_mma(self.spec.s_shape, issue_scores)
-        weights = self.weights(s, row_stats, tile, self.masking.load(tile))
+        weights = self.scores.weights(s, row_stats, tile, self.scores.masking.load(tile))
         plgpu.barrier_wait(values.full.at[value_stage])
         dp = run_mma(self.spec.s_shape, issue_dp)
         plgpu.barrier_arrive(values.free.at[value_stage])
-        return self.gradients(weights, dp, row_stats, tile)
+        return self.scores.gradients(weights, dp, row_stats, tile)
 
     def add_dq(self, state: DqState, step: Scalar) -> tuple[Tile, ...]:
         """Return the sums with dS K of the last tile, whose keys are those of `step`."""
@@ -341,50 +320,11 @@ class DqMainloop:
         stats_g = self.inputs.row_stats
         work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * M
 
-        def load(index: int) -> Rows:
-            stat_ref = stats_g.at[work_tile.head, index, pl.ds(first, M)]
-            return plgpu.load(stat_ref, layout=ROW, optimized=False)
-
-        lse = load(0)
+        lse = load_row_stat(stats_g, rows, 0)
         if self.inputs.out is None:
-            return RowStats(lse, load(1))
+            return RowStats(lse, load_row_stat(stats_g, rows, 1))
         # Load before computing delta, so that the loads are in flight meanwhile.
-        grad_lse = 0.0 if stats_g.shape[1] == 2 else load(2)
+        grad_lse = 0.0 if stats_g.shape[1] == 2 else load_row_stat(stats_g, rows, 2)
         delta = self.compute_delta(self.operands(rows, buffer), output_step) - grad_lse
         stats_g[work_tile.head, 1, pl.ds(first, M)] = delta
         return RowStats(lse, delta)
-
-    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
-        """Return the probabilities of Q K^T times the derivatives of the scores; invisible pairs are 0."""
-        y, tanh = apply_soft_cap(s, self.spec.score)
-        lse = row_stats.lse
-        if tile.rows.slope is not None:
-            y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
-        derivative = None
-        if self.score_mod is not None:
-            y, derivative = apply_score_mod(self.score_mod, y, tile.score_tile())
-        p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
-        return score_weight(p, tanh, derivative)
-
-    def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
-        """Return dS without the scale; dP may be NaN for invisible keys."""
-        ds = weights * (dp - self._broadcast_rows(row_stats.delta))
-        if tile.masked_ends is MaskedEnds.NONE:
-            return ds
-        # A score function's derivative may be negative.
-        return jnp.where(weights > 0.0 if self.score_mod is None else weights != 0.0, ds, 0.0)
-
-    def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
-        """Add the ALiBi bias; without a score function, the row's part of a linear bias goes into the LSE."""
-        distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
-        if self.spec.score.sqrt_alibi:
-            return y - jnp.sqrt(
-                jnp.maximum(self._broadcast_rows(distance) - self.columns(), 0.0)
-            ) * slope, lse
-        y = y + self.columns() * slope
-        if self.score_mod is not None:
-            return y - self._broadcast_rows(distance * slope), lse
-        return y, lse + distance * slope
-
-    def _broadcast_rows(self, x: Rows) -> Tile:
-        return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

@@ -18,12 +18,20 @@ from pallas_kernels.checks import (
     require_shape,
 )
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.memory import ALIGN, PANEL, head_chunks, pad_tokens, split_tail
+from pallas_kernels.shared.memory import (
+    ALIGN,
+    PANEL,
+    TokenRows,
+    copy_if_unaligned,
+    head_chunks,
+    pad_tokens,
+    split_tail,
+)
 from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, in_log2
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.support import why_not_backward
+from pallas_kernels.support import kernel_architecture, why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
@@ -115,7 +123,11 @@ def varlen_backward(
         raise ValueError("mask requires lists. Build them with make_tile_lists.")
     named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
     dtypes = {name: array.dtype for name, array in named.items()}
-    check_supported("varlen_backward", why_not_backward(dtypes=dtypes, head_dim=head_dim))
+    prebuilt = schedule if lists is None else lists
+    if sizes is None and prebuilt is not None:
+        sizes = prebuilt.built_for.sizes
+    gpu = kernel_architecture(query) if sizes is None else sizes.gpu
+    check_supported("varlen_backward", why_not_backward(dtypes=dtypes, head_dim=head_dim, gpu=gpu))
     arrays = query, key, value, out, lse, grad_out, grad_lse, alibi_slopes, score_mod
     query, key, value, out, lse, grad_out, grad_lse, alibi_slopes, score_mod = forbid_kernel_derivative(
         arrays, "varlen_backward", "Call attend with implementation='reference'"
@@ -124,11 +136,10 @@ def varlen_backward(
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
 
     # Choose the sizes, and lay out the work.
-    prebuilt = schedule if lists is None else lists
-    if sizes is None and prebuilt is not None:
-        sizes = prebuilt.built_for.sizes
-    elif sizes is None:
-        sizes = default_layer_sizes(head_dim, score, mean_len=tokens // reqs, deterministic=deterministic)
+    if sizes is None:
+        sizes = default_layer_sizes(
+            head_dim, score, mean_len=tokens // reqs, deterministic=deterministic, gpu=gpu
+        )
     check_dq(sizes, lists, mask, deterministic=deterministic)
     if schedule is None:
         schedule = make_schedule(
@@ -150,9 +161,10 @@ def varlen_backward(
             meaning = f"tiles of {tokens} queries, {q_heads} heads"
             require_shape("lists.dq_lists", lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
     spec = BackwardSpec(
-        kv_heads=kv_heads, group=q_heads // kv_heads, head=head_panels(head_dim), score=score, sizes=sizes,
-        dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
-        computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
+        kv_heads=kv_heads, group=q_heads // kv_heads,
+        head=head_chunks(head_dim) if sizes.per_warp_mma else head_panels(head_dim),
+        score=score, sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None,
+        has_lists=lists is not None, computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays.
@@ -164,10 +176,16 @@ def varlen_backward(
         dq_rows = tokens + -tokens % ALIGN + sizes.tile_q
         dq_sum = jnp.zeros((q_heads, spec.num_head_panels, dq_rows, PANEL), jnp.float32)
 
-    # All kernels share the tails, which are as large as the largest tile.
-    max_kv_rows = PANEL if sizes.dq_sizes is None else max(PANEL, sizes.dq_sizes.tile_kv)
-    query_rows, dout_rows = (split_tail(x, sizes.tile_q) for x in (query, grad_out))
-    key_rows, value_rows = (split_tail(x, max_kv_rows) for x in (key, value))
+    # Copies by cp.async, unlike those by TMA, read an array of any number of rows in place.
+    if sizes.per_warp_mma:
+        query_rows, dout_rows, key_rows, value_rows = (
+            TokenRows(copy_if_unaligned(x)) for x in (query, grad_out, key, value)
+        )
+    else:
+        # All kernels share the tails, which are as large as the largest tile.
+        max_kv_rows = PANEL if sizes.dq_sizes is None else max(PANEL, sizes.dq_sizes.tile_kv)
+        query_rows, dout_rows = (split_tail(x, sizes.tile_q) for x in (query, grad_out))
+        key_rows, value_rows = (split_tail(x, max_kv_rows) for x in (key, value))
     inputs = DkDvInputs(
         query=spec.head.split_rows(query_rows),
         key=spec.head.split_rows(key_rows),

@@ -124,6 +124,27 @@ class DkDvSmem(NamedTuple):
         return value
 
 
+class WarpDkDvSmem(NamedTuple):
+    """Shared memory of the dk/dv kernel on GPUs without wgmma.
+
+    Attributes:
+        key: Keys of a work tile [warpgroups, chunks, 64, width], swizzled.
+        value: Values, like `key`.
+        query: Stages of queries [stages, chunks, tile_q, width], swizzled.
+        dout: Stages of dO, like `query`.
+        stats_and_columns: Stages of row statistics and column indices, f32 [stages + 1, 2, tile_q]; see
+            DkDvSmem.
+        tile_columns: The work tile's row of the schedule's table [columns].
+    """
+
+    key: Ref
+    value: Ref
+    query: Ref
+    dout: Ref
+    stats_and_columns: Ref
+    tile_columns: Ref
+
+
 class DkDvBarriers(NamedTuple):
     """Barriers between the loading warp and the computing warpgroups; see the figure in dkdv_kernel.py.
 
@@ -182,4 +203,16 @@ class DqSmem(NamedTuple):
     """
 
     attention: prefill.PrefillSmem
+    dout: Ref
+
+
+class WarpDqSmem(NamedTuple):
+    """Shared memory of the dq kernel on GPUs without wgmma.
+
+    Attributes:
+        attention: Queries, keys and values of varlen_prefill.
+        dout: Gradient of the output, like the queries [warpgroups, chunks, 64, width], swizzled.
+    """
+
+    attention: prefill.WarpPrefillSmem
     dout: Ref

@@ -3,9 +3,11 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.memory import PANEL, head_chunks
 from pallas_kernels.shared.score import Score
+from pallas_kernels.support import ARCHITECTURES
 from pallas_kernels.varlen_prefill import PrefillSizes
+from pallas_kernels.varlen_prefill.sizes import WARP_RESERVED_BYTES
 
 WARPGROUPS = 2  # computing warpgroups, each with half of a tile's keys
 TILE_KV = PANEL * WARPGROUPS
@@ -16,14 +18,14 @@ class BackwardSizes:
     """Static sizes of the backward kernels.
 
     Attributes:
-        tile_q: Queries per main-loop step: 64 or 128.
-        stages: Pipeline stages of queries, at least 2.
+        tile_q: Queries per main-loop step: 64 or 128; 64 with per_warp_mma.
+        stages: Pipeline stages of queries, at least 2; 1 or 2 with per_warp_mma.
         l2_bytes: Bytes of queries and their gradients that are processed together, so that they stay in L2; 0
             processes the longest work tiles first regardless. On an H200, 16 MB beat
             32 MB by 3 % at 8 x 2k and 1 % at 1 x 16k.
         dq_sizes: Tile sizes of a separate dq kernel, which makes dq bitwise reproducible at the cost of seven
             instead of five matrix products in total. None adds up dq in the dk/dv kernel, in an undefined
-            order.
+            order. Its `per_warp_mma` and `gpu` are those of all backward kernels.
         separate_dk_dv: Whether one kernel computes dk and another one dv, with eight matrix products in
             total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
@@ -39,10 +41,14 @@ class BackwardSizes:
     ctas: int | None = None
 
     def __post_init__(self) -> None:
-        require_one_of("tile_q", self.tile_q, (64, 128))
+        require_one_of("tile_q", self.tile_q, (64,) if self.per_warp_mma else (64, 128))
         require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
-        require(self.stages >= 2, "stages", "be at least 2", self.stages)
+        if self.per_warp_mma:
+            require_one_of("stages", self.stages, (1, 2))
+            require(not self.separate_dk_dv, "separate_dk_dv", "be False with per_warp_mma", True)
+        else:
+            require(self.stages >= 2, "stages", "be at least 2", self.stages)
         if self.separate_dk_dv and self.dq_sizes is None:
             raise ValueError(
                 "separate_dk_dv=True requires dq_sizes, the sizes of a dq kernel. Pass dq_sizes."
@@ -53,6 +59,24 @@ class BackwardSizes:
                 require(value == 1, f"dq_sizes.{name}", "be 1", value)
 
     @property
+    def per_warp_mma(self) -> bool:
+        """Whether each warp multiplies by mma.sync and loads by cp.async; see PrefillSizes.per_warp_mma."""
+        return self.dq_sizes is not None and self.dq_sizes.per_warp_mma
+
+    @property
+    def gpu(self) -> str:
+        """Compute capability that the kernels are built for."""
+        return "9.0" if self.dq_sizes is None else self.dq_sizes.gpu
+
+    def shared_memory(self, width: int) -> int:
+        """Return the bytes of shared memory that the dk/dv kernel needs with per_warp_mma.
+
+        Args:
+            width: Padded head_dim.
+        """
+        return 2 * 2 * (TILE_KV + self.stages * self.tile_q) * width + WARP_RESERVED_BYTES
+
+    @property
     def fuses_delta(self) -> bool:
         """Whether the dq kernel computes delta, the row sums of O * dO, and so runs before the dk/dv kernel.
 
@@ -61,7 +85,7 @@ class BackwardSizes:
         us, the kernel 30.
         """
         dq = self.dq_sizes
-        if dq is None or self.separate_dk_dv:
+        if dq is None or self.separate_dk_dv or self.per_warp_mma:
             return False
         return (dq.tile_kv, dq.warpgroups) == (PANEL, WARPGROUPS)
 
@@ -97,21 +121,53 @@ def mean_visible_keys(score: Score, mean_len: int) -> int:
 
 
 def default_sizes(
-    head_dim: int, *, deterministic: bool = False, mean_keys: int | None = None
+    head_dim: int, *, deterministic: bool = False, mean_keys: int | None = None, gpu: str = "9.0"
 ) -> BackwardSizes:
     """Return the default sizes of varlen_backward.
 
+    Those of compute capability 9.0 were measured on an H200. Those of other architectures are estimated.
+
     Args:
         head_dim: Width of a head, one that support.why_not_backward accepts.
-        deterministic: Whether all gradients must be bitwise reproducible.
+        deterministic: Whether all gradients must be bitwise reproducible; always the case without wgmma.
         mean_keys: Visible keys per query, see mean_visible_keys; None for many.
+        gpu: Compute capability that the kernels are built for.
     """
+    if not ARCHITECTURES[gpu].has_wgmma:
+        return _estimate_sizes(gpu, head_chunks(head_dim).padded_dim)
     panels = -(-head_dim // PANEL)
     has_few_keys = mean_keys is not None and mean_keys <= MAX_KEYS_FOR_DQ_KERNEL and panels == 2
     return (DQ_KERNEL_TABLE if deterministic or has_few_keys or panels not in TABLE else TABLE)[panels]
 
 
-def default_layer_sizes(head_dim: int, score: Score, *, mean_len: int, deterministic: bool) -> BackwardSizes:
+def _estimate_sizes(gpu: str, padded_dim: int) -> BackwardSizes:
+    """Return sizes for an architecture without wgmma, where nothing was measured.
+
+    As in FlashAttention-2, tiles are as large as registers allow, and the stages are those that shared memory
+    holds.
+
+    Args:
+        gpu: Compute capability.
+        padded_dim: Padded head_dim, at most 128.
+    """
+    architecture = ARCHITECTURES[gpu]
+    for dq_stages, stages in ((2, 2), (1, 2), (1, 1)):
+        dq_sizes = PrefillSizes(
+            tile_kv=64, stages=dq_stages, warpgroups=WARPGROUPS, query_buffers=1, ctas=architecture.num_sms,
+            per_warp_mma=True, gpu=gpu,
+        )  # fmt: skip
+        sizes = BackwardSizes(tile_q=64, stages=stages, dq_sizes=dq_sizes)
+        # dO takes as much as the queries.
+        dout_bytes = 2 * dq_sizes.tile_q * padded_dim
+        dq_bytes = dq_sizes.shared_memory(padded_dim) + dout_bytes + WARP_RESERVED_BYTES
+        if max(dq_bytes, sizes.shared_memory(padded_dim)) <= architecture.smem_bytes:
+            return sizes
+    raise AssertionError(f"no sizes for {padded_dim} elements per head on {gpu}")
+
+
+def default_layer_sizes(
+    head_dim: int, score: Score, *, mean_len: int, deterministic: bool, gpu: str = "9.0"
+) -> BackwardSizes:
     """Return the default sizes for a layer.
 
     Args:
@@ -119,5 +175,7 @@ def default_layer_sizes(head_dim: int, score: Score, *, mean_len: int, determini
         score: Mask of the layer.
         mean_len: Mean number of tokens per request; 0 if queries attend to few keys in any case.
         deterministic: Whether all gradients must be bitwise reproducible.
+        gpu: Compute capability that the kernels are built for.
     """
-    return default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_visible_keys(score, mean_len))
+    mean_keys = mean_visible_keys(score, mean_len)
+    return default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_keys, gpu=gpu)

@@ -23,7 +23,7 @@ DS_BUFFERS = 2
 
 
 def head_panels(head_dim: int) -> HeadChunks:
-    """Return the chunks of a head, each one panel (64 elements) wide in shared memory."""
+    """Return the chunks of a head for wgmma, each one panel (64 elements) wide in shared memory."""
     if head_dim % PANEL == 0:
         return HeadChunks(head_dim // PANEL, PANEL, PANEL, head_dim, is_padded=False)
     return head_chunks(head_dim)

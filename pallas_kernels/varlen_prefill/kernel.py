@@ -91,7 +91,8 @@ def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> Prefil
     body: Callable[..., None] = prefill_body
     scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
     if spec.sizes.per_warp_mma:
-        body, scratch_types = warp_prefill_body, (warp_smem_types(spec), warp_barrier_types(spec))
+        barrier = warp_barrier_types(spec.sizes.warpgroups, is_interpreted=spec.is_interpreted)
+        body, scratch_types = warp_prefill_body, (warp_smem_types(spec), barrier)
     kernel = plgpu.kernel(
         functools.partial(body, spec=spec),
         out_type=(PrefillOutputs(out, lse, split_outputs),),

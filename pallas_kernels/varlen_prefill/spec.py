@@ -465,10 +465,9 @@ def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
     )
 
 
-def warp_barrier_types(spec: PrefillSpec) -> ScratchType:
+def warp_barrier_types(num_warpgroups: int, *, is_interpreted: bool) -> ScratchType:
     """Return the barrier at which warpgroups meet in interpret mode; None if there is none."""
-    num = spec.sizes.warpgroups
-    return plgpu.Barrier(num_arrivals=num) if spec.is_interpreted and num > 1 else None
+    return plgpu.Barrier(num_arrivals=num_warpgroups) if is_interpreted and num_warpgroups > 1 else None
 
 
 def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ class WarpMainloop:
         num_chunks, is_interpreted = spec.shape.head.num_chunks, spec.is_interpreted
         # The mask's data comes from global memory: load it before the keys are awaited.
         loaded = self.masking.load(tile)
-        stage = self.pipeline.wait_keys(work_tile, i, state.loads)
+        stage = self.pipeline.wait_first(work_tile, i, state.loads)
         q_s, k_s, v_s = self.smem.query.at[self.wg], self.smem.k.at[stage], self.smem.v.at[stage]
         s = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
         for chunk in range(num_chunks):
@@ -210,7 +210,7 @@ class WarpMainloop:
         if not is_first:
             sums = policy.rescale(shifted.alpha, shifted.needs_rescale, (*accs, state.row_sum))
             accs, row_sum = tuple(sums[:-1]), sums[-1] + row_sum
-        loads = self.pipeline.wait_values(work_tile, i, state.loads)
+        loads = self.pipeline.wait_second(work_tile, i, state.loads)
         self.clear_values(tile, stage)
         accs = tuple(
             multiply_registers(acc, p, v_s.at[chunk], is_interpreted=is_interpreted)

@@ -37,25 +37,30 @@ class NextLoads(NamedTuple):
     """The next loads of a `WarpPipeline`, located ahead so that the latency passes during a tile.
 
     Attributes:
-        values: Location of the values that are loaded next.
-        keys: Location of the keys that are loaded next: one tile further.
+        second: Location of the values (`WarpPipeline.second`) that are loaded next.
+        first: Location of the keys (`WarpPipeline.first`) that are loaded next: one tile further.
         entry: Entry of the tile after that, see PrefillWorkTile.entry.
     """
 
-    values: KvLocation
-    keys: KvLocation
+    second: KvLocation
+    first: KvLocation
     entry: Scalar
 
 
 class WarpPipeline:
     """The stages of keys and values of a thread block, which its warps fill by cp.async.
 
-    All warpgroups call the same methods in the same order: for each work tile `start`, then for each of its
-    KV tiles `wait_keys` and `wait_values`. Each call waits for all warpgroups, which thus have read what they
-    waited for in the previous call: `wait_keys` of tile i refills the stage of the values of tile i - 1, and
-    `wait_values` that of the keys of tile i. The groups of copies are, in order: the queries with the keys of
-    tile 0; then values and keys in turns. So at each wait `2 * stages - 2` groups are younger than the one
-    waited for. Past the last tile groups are empty.
+    Of the keys and the values of a tile, those in `first` are read first, and those in `second` last: here
+    keys, then values. All warpgroups call the same methods in the same order: for each work tile `start`,
+    then for each of its KV tiles `wait_first` and `wait_second`. Each call waits for all warpgroups, which
+    thus have read what they waited for in the previous call: `wait_first` of tile i refills the stage of the
+    values of tile i - 1, and `wait_second` that of the keys of tile i. The groups of copies are, in order:
+    the queries with the keys of tile 0; then values and keys in turns. So at each wait `2 * stages - 2`
+    groups are younger than the one waited for. Past the last tile groups are empty.
+
+    Attributes:
+        first: Stages of what is read first, and the array that it is loaded from.
+        second: Stages and array of what is read last.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class WarpPipeline:
             wg,
         )
         self.barrier, self.tiling = barrier, spec.shape.cache_tiling
+        self.first, self.second = (smem.k, inputs.kv.k), (smem.v, inputs.kv.v)
         self.blocks = (
             None if self.tiling is None else BlockTableRef(self.kv.block_table, self.tiling.block_size)
         )
@@ -95,42 +101,38 @@ class WarpPipeline:
         self._copy_queries(work_tile)
         for i in range(stages):
             if i > 0:
-                self._load(self.smem.v, self.kv.v, work_tile, jnp.int32(i - 1), locations[i - 1])
-            self._load(self.smem.k, self.kv.k, work_tile, jnp.int32(i), locations[i])
+                self._load(*self.second, work_tile, jnp.int32(i - 1), locations[i - 1])
+            self._load(*self.first, work_tile, jnp.int32(i), locations[i])
         entry = self._entry(work_tile, jnp.int32(stages + 1))
         return NextLoads(locations[stages - 1], locations[stages], entry)
 
-    def wait_keys(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> Scalar:
-        """Wait for the keys of KV tile i, load values, and return the stage of tile i."""
+    def wait_first(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> Scalar:
+        """Wait for the first of KV tile i, load the second of another tile, and return tile i's stage."""
         stages = self.spec.sizes.stages
         self._wait(num_pending=2 * stages - 2)
-        self._load(self.smem.v, self.kv.v, work_tile, i + (stages - 1), loads.values)
+        self._load(*self.second, work_tile, i + (stages - 1), loads.second)
         return self.stage(i)
 
-    def wait_values(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> NextLoads:
-        """Wait for the values of KV tile i, and load keys."""
+    def wait_second(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> NextLoads:
+        """Wait for the second of KV tile i, and load the first of another tile."""
         stages = self.spec.sizes.stages
         self._wait(num_pending=2 * stages - 2)
-        self._load(self.smem.k, self.kv.k, work_tile, i + stages, loads.keys)
+        self._load(*self.first, work_tile, i + stages, loads.first)
         entry = self._entry(work_tile, i + (stages + 2))
-        return NextLoads(loads.keys, self._locate(work_tile, loads.entry), entry)
+        return NextLoads(loads.first, self._locate(work_tile, loads.entry), entry)
 
     def skip(self, work_tile: PrefillWorkTile, first: Scalar, end: Scalar, loads: NextLoads) -> NextLoads:
         """Take part in the loads of KV tiles [first, end) without reading them."""
 
         def skip_tile(i: Scalar, loads: NextLoads) -> NextLoads:
-            self.wait_keys(work_tile, i, loads)
-            return self.wait_values(work_tile, i, loads)
+            self.wait_first(work_tile, i, loads)
+            return self.wait_second(work_tile, i, loads)
 
         return lax.fori_loop(first, end, skip_tile, loads)
 
     def _wait(self, *, num_pending: int) -> None:
         num, is_interpreted = self.spec.sizes.warpgroups, self.spec.is_interpreted
-        wait_for_team(num_pending=num_pending, num_warpgroups=num, is_interpreted=is_interpreted)
-        if self.barrier is not None:
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(self.barrier)
-            plgpu.barrier_wait(self.barrier)
+        wait_for_copies(self.barrier, num_pending, num, is_interpreted=is_interpreted)
 
     def _entry(self, work_tile: PrefillWorkTile, i: Scalar) -> Scalar:
         """Return entry i, or the last one if there are fewer."""
@@ -179,10 +181,32 @@ class WarpPipeline:
 
     def _copy_queries(self, work_tile: PrefillWorkTile) -> None:
         """Start to copy the queries of the warpgroup."""
+        self._copy_rows(self.smem.query, self.query_g, work_tile)
+
+    def _copy_rows(self, to_s: Ref, rows_g: Ref, work_tile: PrefillWorkTile) -> None:
+        """Start to copy the warpgroup's rows of an array like the queries to `to_s` [warpgroups, ...]."""
         tokens, is_interpreted = self.spec.sizes.warpgroup_tokens, self.spec.is_interpreted
         first_token = work_tile.column("first_row") + self.wg * tokens
         first_head = packed_heads(work_tile, self.spec)[0].head
         copy_token_rows(
-            self.smem.query.at[self.wg], self.query_g, first_token, first_head, head=self.spec.shape.head,
+            to_s.at[self.wg], rows_g, first_token, first_head, head=self.spec.shape.head,
             rows_per_head=tokens, num_warps=1 if is_interpreted else WARPS, is_interpreted=is_interpreted,
         )  # fmt: skip
+
+
+def wait_for_copies(
+    barrier: Barriers, num_pending: int, num_warpgroups: int, *, is_interpreted: bool
+) -> None:
+    """Wait until all warpgroups have arrived and at most `num_pending` groups of copies are incomplete.
+
+    Args:
+        barrier: Barrier at which the warpgroups meet in interpret mode, or None.
+        num_pending: Number of groups of copies of each thread that need not be complete.
+        num_warpgroups: Number of warpgroups of the thread block.
+        is_interpreted: Whether the kernel runs in interpret mode.
+    """
+    wait_for_team(num_pending=num_pending, num_warpgroups=num_warpgroups, is_interpreted=is_interpreted)
+    if barrier is not None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)

@@ -18,7 +18,7 @@ from jattn import masks
 from jattn.dense import per_shard
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.mosaic_gpu import tile_lists
-from pallas_kernels import support, varlen_backward, varlen_prefill
+from pallas_kernels import support, target, varlen_backward, varlen_prefill
 from tests import aot
 from tests.dense.partition_aot_cases import aot_cases
 
@@ -257,6 +257,22 @@ class TestUnsupportedByTheKernel:
         with pytest.raises(NotImplementedError, match=f'implementation="mosaic_gpu": {reason}'):
             self.run(functools.partial(loss, implementation="mosaic_gpu"), argument)
         self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), argument)
+
+
+class TestOnGpusWithoutWgmma:
+    @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
+    def test_gradients_have_kernels(self, mask):
+        run = functools.partial(jattn.attention, return_lse=True, mask=mask, implementation="mosaic_gpu")
+        with as_on_a_gpu() as called, target("a100"):
+            jax.eval_shape(jax.grad(loss_of(run)), arrays())
+        assert set(called) == {"attend", "gradients"}
+
+    def test_gradients_of_wide_heads_fall_back_to_xla(self):
+        message = "head_dim=192 is not supported for gradients on compute capability 8.9; supported: 32, 64"
+        run = functools.partial(jattn.attention, return_lse=True)
+        with as_on_a_gpu() as called, target("l4"), pytest.warns(jattn.KernelFallbackWarning, match=message):
+            jax.eval_shape(jax.grad(loss_of(run)), arrays(head_dim=192))
+        assert set(called) == {"attend"}
 
 
 def test_layers_without_a_cache_train_with_the_kernel():

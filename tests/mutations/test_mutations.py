@@ -123,13 +123,13 @@ def no_copies_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:
 
 # ----------------------------------------------------------------------------------- varlen_prefill
 def values_of_the_next_tile(patch: pytest.MonkeyPatch) -> None:
-    original = WarpPipeline.wait_values
+    original = WarpPipeline.wait_second
 
     def mutated(pipeline, work_tile, i, loads):
         loads = original(pipeline, work_tile, i, loads)
-        return loads._replace(values=loads.keys)
+        return loads._replace(second=loads.first)
 
-    patch.setattr(WarpPipeline, "wait_values", mutated)
+    patch.setattr(WarpPipeline, "wait_second", mutated)
 
 
 def no_loads_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:

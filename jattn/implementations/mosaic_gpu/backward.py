@@ -49,7 +49,7 @@ def why_not_gradients(
         gpu: Compute capability that kernels are built for.
     """
     reason = support.why_not_architecture("varlen_backward", gpu)
-    reason = reason or support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
+    reason = reason or support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim, gpu=gpu)
     if reason is not None:
         return reason
     if not is_in_order:
@@ -60,7 +60,7 @@ def why_not_gradients(
         return "there is no kernel for the gradients of a score function's arrays"
     if mask is None:
         return None
-    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic, gpu=gpu)
     return why_not_backward_lists(mask, spec, sizes)
 
 
@@ -156,7 +156,7 @@ def _call_kernel(
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
-    sizes = backward_sizes(mask, spec, mean_len=mean_len)
+    sizes = backward_sizes(mask, spec, mean_len=mean_len, gpu=support.kernel_architecture(query))
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,

@@ -190,17 +190,22 @@ def why_not_backward_lists(mask: Mask, spec: AttentionSpec, sizes: backward.Back
     return mask.why_no_kernel(kernel_tiling(spec, dq_sizes.tile_kv, MaskBounds(0, is_packed=True)))
 
 
-def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> backward.BackwardSizes:
+def backward_sizes(
+    mask: Mask | None, spec: AttentionSpec, *, mean_len: int, gpu: str = "9.0"
+) -> backward.BackwardSizes:
     """Return the sizes of varlen_backward for a layer.
 
     Args:
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         spec: Attention of the layer.
         mean_len: Mean number of queries per request.
+        gpu: Compute capability that the kernels are built for.
     """
     mean_len = 0 if mask is not None and mask.skips_most_tiles else mean_len
     score, deterministic = score_of(spec), spec.deterministic
-    return backward.default_layer_sizes(spec.head_dim, score, mean_len=mean_len, deterministic=deterministic)
+    return backward.default_layer_sizes(
+        spec.head_dim, score, mean_len=mean_len, deterministic=deterministic, gpu=gpu
+    )
 
 
 def plan_backward_mask(

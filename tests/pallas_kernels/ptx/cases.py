@@ -31,6 +31,7 @@ f32 = jnp.float32
 TEAM_COPIES = (
     cp_async.copy_block_rows,
     cp_async.copy_token_rows,
+    cp_async.copy_numbers,
     cp_async.wait_for_team,
     cp_async.warp_index,
 )
@@ -286,10 +287,13 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
     cache = tiling.tile_cache(jnp.asarray(drawn(num_blocks, *shape, head_dim), jnp.bfloat16))
     tokens = head.split(jnp.asarray(drawn(70, heads, head_dim, seed=1), jnp.bfloat16))
     table = jnp.asarray(rng.integers(num_blocks, size=8), jnp.int32)
-    out = (head.num_chunks, 64, head.width), cache.dtype
+    numbers = jnp.asarray(drawn(3, 2, 200, seed=2))
+    out, numbers_out = ((head.num_chunks, 64, head.width), cache.dtype), ((2, 64), f32)
     runs, token_rows = max(16 // block_size, 1), {"head": head, "rows_per_head": 32}
 
-    def body(cache_g, tokens_g, table_g, tile_g, token_tile_g, tile_s, token_tile_s):
+    def body(
+        cache_g, tokens_g, table_g, numbers_g, tile_g, token_tile_g, copied_g, tile_s, token_tile_s, copied_s
+    ):
         first = cp_async.warp_index.on_gpu(num_warps=4) * 16
         column = lax.div(first, jnp.int32(block_size))
         blocks = [table_g[column + i] for i in range(runs)]
@@ -298,15 +302,16 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
         cp_async.copy_token_rows.on_gpu(
             token_tile_s, tokens_g, jnp.int32(50), kv_head, num_warps=4, **token_rows
         )
+        cp_async.copy_numbers.on_gpu(copied_s, numbers_g, kv_head, jnp.int32(24), num_warps=4)
         cp_async.commit_copies.on_gpu()
         cp_async.wait_for_team.on_gpu(num_pending=0, num_warpgroups=1)
         plgpu.commit_smem()
-        for source, result in ((tile_s, tile_g), (token_tile_s, token_tile_g)):
+        for source, result in ((tile_s, tile_g), (token_tile_s, token_tile_g), (copied_s, copied_g)):
             plgpu.copy_smem_to_gmem(source, result)
         plgpu.wait_smem_to_gmem(0)
 
-    def fallback(cache, tokens, table):
-        results = [jax.new_ref(jnp.zeros(*out)) for _ in range(2)]
+    def fallback(cache, tokens, table, numbers):
+        results = [jax.new_ref(jnp.zeros(*result)) for result in (out, out, numbers_out)]
         blocks, zero, kv_head = list(table[: tiling.num_copies]), jnp.int32(0), jnp.int32(1)
         cp_async.copy_block_rows.fallback(
             results[0], jax.new_ref(cache), blocks, zero, kv_head, tiling=tiling, num_warps=1
@@ -314,10 +319,12 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
         cp_async.copy_token_rows.fallback(
             results[1], jax.new_ref(tokens), jnp.int32(50), kv_head, num_warps=1, **token_rows
         )
+        cp_async.copy_numbers.fallback(results[2], jax.new_ref(numbers), kv_head, jnp.int32(24), num_warps=1)
         return tuple(result[...] for result in results)
 
-    run = kernel(body, out, out, scratch=(swizzled_smem(*out), swizzled_smem(*out)))
-    return Case((cache, tokens, table), run, fallback, TEAM_COPIES)
+    scratch = swizzled_smem(*out), swizzled_smem(*out), plgpu.SMEM(*numbers_out)
+    run = kernel(body, out, out, numbers_out, scratch=scratch)
+    return Case((cache, tokens, table, numbers), run, fallback, TEAM_COPIES)
 
 
 def lookups(axes: tuple[int, ...], dtype: Any) -> Case:

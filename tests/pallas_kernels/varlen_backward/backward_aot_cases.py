@@ -11,7 +11,7 @@ import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, plan_backward_mask
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import KERNELS
+from pallas_kernels.support import KERNELS, kernel_architecture, why_not_backward
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
 from tests.masks.custom_masks import KeyRanges
 
@@ -35,7 +35,7 @@ def case(head_dim, dtype, *, tokens=8192, has_alibi=False, sizes=None, **score):
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
     if has_alibi:
         arrays["alibi_slopes"] = shape((q_heads,), jnp.float32)
-    sizes = default_sizes(head_dim) if sizes is None else sizes
+    sizes = default_sizes(head_dim, gpu=kernel_architecture()) if sizes is None else sizes
     run = functools.partial(varlen_backward, score=Score(scale=0.1, **score), sizes=sizes)
     return lambda arrays: run(**arrays), (arrays,)
 
@@ -45,7 +45,8 @@ def listed_case(head_dim, mask, *, deterministic=False):
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
-    layer_options = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim, deterministic=deterministic)}
+    sizes = default_sizes(head_dim, deterministic=deterministic, gpu=kernel_architecture())
+    layer_options = {"score": Score(scale=0.1), "sizes": sizes}
 
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
@@ -68,20 +69,21 @@ LISTED = {
 
 
 def aot_cases():
-    """Return (function, abstract arguments) by the name of the case."""
-    cases = {}
-    for i, (head_dim, feature) in enumerate(
-        itertools.product(KERNELS["varlen_backward"].head_dims, FEATURES)
-    ):
+    """Return (function, abstract arguments) by the name of the case, for the compute capability `target`."""
+    cases, gpu = {}, kernel_architecture()
+    is_supported = lambda dim: why_not_backward(dtypes={"query": "bfloat16"}, head_dim=dim, gpu=gpu) is None
+    head_dims = list(filter(is_supported, KERNELS["varlen_backward"].head_dims))
+    for i, (head_dim, feature) in enumerate(itertools.product(head_dims, FEATURES)):
         dtype = ("bfloat16", "float16")[(i + i // len(FEATURES)) % 2]
         cases[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
     cases |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
     cases |= {
         f"d{head_dim}-two_kernels-{name}": listed_case(head_dim, mask, deterministic=True)
-        for head_dim in (64, 128, 256)
+        for head_dim in filter(is_supported, (64, 128, 256))
         for name, mask in LISTED.items()
     }
     ranges = KeyRanges(begin=np.arange(8192, dtype=np.int32), end=np.arange(8192, dtype=np.int32) + 900)
-    two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
+    two_sizes = functools.partial(default_sizes, deterministic=True, gpu=gpu)
+    two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=two_sizes(dim))
     cases |= {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}
     return cases | {f"d{dim}-key_ranges": listed_case(dim, ranges) for dim in (64, 128)}

@@ -1,0 +1,103 @@
+"""Probabilities and score gradients of a warpgroup's 64 query rows and a KV tile, in the dq kernels."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.score_mod import KernelScoreMod
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_scores import apply_score_mod, apply_soft_cap, score_weight
+from pallas_kernels.varlen_backward.spec import ROW
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
+from pallas_kernels.varlen_prefill.masking import Masking
+from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, f32
+from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
+
+
+class RowStats(NamedTuple):
+    """Statistics of each query row.
+
+    Attributes:
+        lse: Base-2 log-sum-exp.
+        delta: Row sum of O * dO, minus dLSE.
+    """
+
+    lse: Rows
+    delta: Rows
+
+
+def load_row_stat(stats_g: Ref, rows: QueryRows, index: int) -> Rows:
+    """Load a statistic of each row, including rows of other requests or of none; see DkDvInputs.row_stats."""
+    work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * M
+    return plgpu.load(stats_g.at[work_tile.head, index, pl.ds(first, M)], layout=ROW, optimized=False)
+
+
+class DqScores:
+    """Functions that compute the probabilities and score gradients of one warpgroup.
+
+    Attributes:
+        masking: Mask of the scores.
+    """
+
+    def __init__(
+        self, mask: KernelMask | None, score_mod: KernelScoreMod | None, columns_s: Ref, spec: PrefillSpec
+    ):
+        """Create the functions of a warpgroup.
+
+        Args:
+            mask: Mask of partial tiles, with references to its arrays, or None.
+            score_mod: Score function, with references to its arrays, or None.
+            columns_s: Shared memory for the indices of the keys within a tile, f32 [tile_kv].
+            spec: Static description of the kernel.
+        """
+        self.score_mod, self.columns_s, self.spec = score_mod, columns_s, spec
+        self.masking = Masking(mask, self._columns, spec)
+
+    def store_columns(self) -> None:
+        """Store the column indices in shared memory."""
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
+        self.columns_s[...] = columns.astype(f32)
+
+    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
+        """Return the probabilities of Q K^T times the derivatives of the scores; invisible pairs are 0."""
+        y, tanh = apply_soft_cap(s, self.spec.score)
+        lse = row_stats.lse
+        if tile.rows.slope is not None:
+            y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
+        derivative = None
+        if self.score_mod is not None:
+            y, derivative = apply_score_mod(self.score_mod, y, tile.score_tile())
+        p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
+        return score_weight(p, tanh, derivative)
+
+    def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
+        """Return dS without the scale; dP may be NaN for invisible keys."""
+        ds = weights * (dp - self._broadcast_rows(row_stats.delta))
+        if tile.masked_ends is MaskedEnds.NONE:
+            return ds
+        # A score function's derivative may be negative.
+        return jnp.where(weights > 0.0 if self.score_mod is None else weights != 0.0, ds, 0.0)
+
+    def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
+        """Add the ALiBi bias; without a score function, the row's part of a linear bias goes into the LSE."""
+        distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
+        if self.spec.score.sqrt_alibi:
+            return y - jnp.sqrt(
+                jnp.maximum(self._broadcast_rows(distance) - self._columns(), 0.0)
+            ) * slope, lse
+        y = y + self._columns() * slope
+        if self.score_mod is not None:
+            return y - self._broadcast_rows(distance * slope), lse
+        return y, lse + distance * slope
+
+    def _columns(self) -> Tile:
+        """Return the index of each key within its tile, f32."""
+        # Loaded at each use; otherwise the compiler keeps all of them in registers.
+        column = plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+
+    def _broadcast_rows(self, x: Rows) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

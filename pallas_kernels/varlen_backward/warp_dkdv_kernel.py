@@ -1,0 +1,232 @@
+"""The dk/dv kernel for GPUs without wgmma, after FlashAttention-2: each warp owns 16 keys.
+
+Two warpgroups compute dK and dV of a work tile, 64 keys each, and load by cp.async what they need; there are
+no other warps. dQ has a kernel of its own (warp_dq_kernel.py). With two stages of queries and dO, one wait
+per step is enough; step n is a query tile of one of the group's heads (s = n % stages):
+
+    wait for queries and dO of step n, and for all warps  so all warps have read those of step n - 1:
+    dP^T = V dO^T
+    start to load queries and dO of step n + 1            into their stages
+    S^T = K Q^T; P^T = 2^(S^T - LSE); dS^T = P^T (dP^T - delta)
+    dV += P^T dO
+    dK += dS^T Q
+
+With one stage, queries are loaded during dP, and the next dO during dK:
+
+    wait for dO of step n, and for all warps              so all warps have read the queries of step n - 1:
+    start to load queries of step n
+    dP^T = V dO^T
+    wait for the queries of step n
+    S^T = K Q^T; P^T = 2^(S^T - LSE); dS^T = P^T (dP^T - delta)
+    dV += P^T dO
+    wait for all warps                                    so all warps have read dO:
+    start to load dO of step n + 1
+    dK += dS^T Q
+
+Products are those of ptx/tile_mma.py. Masks, scores, the schedule and the lists are those of the kernel with
+wgmma (dkdv_kernel.py).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ptx.stores import store_token_rows
+from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
+from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
+from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries
+from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
+from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvOutputs, WarpDkDvSmem
+from pallas_kernels.varlen_backward.spec import BackwardSpec, W, f32
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
+from pallas_kernels.varlen_backward.warp_dkdv_loader import NextStep, WarpQueryPipeline
+
+
+def warp_dkdv_body(
+    inputs: DkDvInputs,
+    outputs: DkDvOutputs,
+    smem: WarpDkDvSmem,
+    barrier: Barriers,
+    *,
+    ctas: int,
+    spec: BackwardSpec,
+) -> None:
+    """Run one thread block, all of whose warps load and compute."""
+    scheduler = BackwardTileScheduler(inputs.schedule, ctas, spec)
+    WarpDkDvMainloop(inputs, outputs, smem, barrier, spec).run(scheduler)
+
+
+class WarpDkDvState(NamedTuple):
+    """State between two steps of a work tile.
+
+    Attributes:
+        sums: dK without the softmax scale, and dV; one f32 [64, width] tile per chunk of the head each.
+        next_step: The next step, whose dO is being loaded.
+    """
+
+    sums: DkDvSums
+    next_step: NextStep
+
+
+class WarpDkDvMainloop:
+    """Main loop of one warpgroup: dk and dv of 64 of a work tile's 128 keys."""
+
+    def __init__(
+        self,
+        inputs: DkDvInputs,
+        outputs: DkDvOutputs,
+        smem: WarpDkDvSmem,
+        barrier: Barriers,
+        spec: BackwardSpec,
+    ):
+        self.wg = wg = lax.axis_index("warpgroup")
+        self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
+        self.pipeline = WarpQueryPipeline(inputs, smem, barrier, spec, wg)
+        columns_s = smem.stats_and_columns.at[wg * 0 + spec.sizes.stages, wg]
+        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, wg, spec)
+
+    def run(self, scheduler: BackwardTileScheduler) -> None:
+        """Compute all work tiles of the thread block."""
+        rounds, number_of = scheduler.assignment()
+        self.scores.store_columns()
+
+        @pl.loop(0, rounds)
+        def _(iteration: Scalar) -> None:
+            number = number_of(iteration)
+            self.pipeline.load_columns(scheduler.work_tile(number).row)
+            work_tile = scheduler.work_tile(number, self.smem.tile_columns)
+            self.store(work_tile, self.compute_work_tile(work_tile))
+
+    def compute_work_tile(self, work_tile: BackwardWorkTile) -> DkDvSums:
+        """Return dk and dv of a work tile."""
+        first = self.pipeline.first_step_from(work_tile, jnp.int32(0))
+        self.pipeline.start(work_tile, first)
+
+        def compute_head(index: Scalar, carry: tuple[Scalar, WarpDkDvState]) -> tuple[Scalar, WarpDkDvState]:
+            step, state = carry
+            head, steps = work_tile.head(index), work_tile.steps(index)
+            slope = None if self.inputs.slopes is None else self.inputs.slopes[head]
+            next_head = self.pipeline.first_step_from(work_tile, index + 1)
+
+            def compute_step(is_masked: bool) -> Callable[[Scalar, WarpDkDvState], WarpDkDvState]:
+                def compute(i: Scalar, state: WarpDkDvState) -> WarpDkDvState:
+                    entry = state.next_step.entry
+                    # With lists, entries are in global memory: read the next one during this step.
+                    is_last = i + 1 >= steps.num_steps
+                    next_entry = steps.entry(jnp.minimum(i + 1, steps.num_steps - 1))
+                    next_step = NextStep(
+                        jnp.where(is_last, next_head.head, head),
+                        jnp.where(is_last, next_head.entry, next_entry),
+                        jnp.where(is_last, next_head.exists, 1),
+                    )
+                    tile = QueryTile(work_tile, head, entry_tile(entry), slope, is_masked)
+                    sums = self.compute_step(tile, entry, step + i, next_step, state.sums)
+                    return WarpDkDvState(sums, next_step)
+
+                return compute
+
+            # Partial tiles come first; full ones are computed without any mask.
+            state = lax.fori_loop(0, steps.num_masked, compute_step(True), state)
+            state = lax.fori_loop(steps.num_masked, steps.num_steps, compute_step(False), state)
+            return step + steps.num_steps, state
+
+        carry = jnp.int32(0), WarpDkDvState(self.zeros(), first)
+        _, state = lax.fori_loop(0, self.spec.group, compute_head, carry)
+        return state.sums
+
+    def compute_step(
+        self, tile: QueryTile, entry: Scalar, step: Scalar, next_step: NextStep, sums: DkDvSums
+    ) -> DkDvSums:
+        """Add a query tile to dk and dv, or only take part in the loads if no key is visible.
+
+        Args:
+            tile: The query tile.
+            entry: Its entry of the list, or its index without lists.
+            step: Number of the step in the work tile.
+            next_step: The step after it, whose tiles are loaded.
+            sums: dk and dv so far.
+        """
+        if not self.spec.has_warpgroup_bits:
+            return self.add_tile(tile, step, next_step, sums)
+        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
+
+        def skip() -> DkDvSums:
+            stage = self.pipeline.wait_dout(tile, step)
+            self.pipeline.wait_queries(tile, stage, next_step)
+            self.pipeline.release_dout(tile, next_step)
+            return sums
+
+        return lax.cond(is_needed, lambda: self.add_tile(tile, step, next_step, sums), skip)
+
+    def add_tile(self, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums) -> DkDvSums:
+        """Add a query tile to dk and dv; see compute_step for the arguments."""
+        smem, scores, pipeline = self.smem, self.scores, self.pipeline
+        # The mask's data comes from global memory: load it before anything is awaited.
+        loaded = scores.load_mask(tile)
+        stage = pipeline.wait_dout(tile, step)
+        queries_s, dout_s = smem.query.at[stage], smem.dout.at[stage]
+        if tile.is_masked:
+            self.clear_queries(tile, dout_s)
+        dp = self.score_product(smem.value.at[self.wg], dout_s)
+        pipeline.wait_queries(tile, stage, next_step)
+        if tile.is_masked:
+            self.clear_queries(tile, queries_s)
+        s = self.score_product(smem.key.at[self.wg], queries_s)
+        stats_s = smem.stats_and_columns.at[stage]
+        probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
+        ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile))
+        dv = self.add_product(sums.dv, probabilities.p, dout_s)
+        pipeline.release_dout(tile, next_step)
+        return DkDvSums(dk=self.add_product(sums.dk, ds, queries_s), dv=dv)
+
+    def score_product(self, keys_s: Ref, queries_s: Ref) -> Tile:
+        """Return 64 keys times a tile of queries, or values times dO; [chunks, ..., width] each."""
+        product = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
+        for chunk in range(self.spec.head.num_chunks):
+            operands = keys_s.at[chunk], queries_s.at[chunk]
+            (product,) = multiply_tiles(
+                [product], *operands, is_transposed=True, is_interpreted=self.spec.is_interpreted
+            )
+        return product
+
+    def add_product(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
+        """Return the sums plus `rows` [64, tile_q] times a tile of queries or of dO."""
+        return tuple(
+            multiply_registers(acc, rows, queries_s.at[chunk], is_interpreted=self.spec.is_interpreted)
+            for chunk, acc in enumerate(sums)
+        )
+
+    def clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
+        """Zero queries, or their dO, outside of the request."""
+        # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
+        clear_invalid_queries(tile, tile_s, fence=lambda: None)
+
+    def zeros(self) -> DkDvSums:
+        """Return accumulators of zeros."""
+        zeros = plgpu.layout_cast(jnp.zeros((PANEL, self.spec.head.width), f32), W)
+        panels = (zeros,) * self.spec.head.num_chunks
+        return DkDvSums(dk=panels, dv=panels)
+
+    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
+        """Store dk and dv from registers."""
+        head = self.spec.head
+        first_row = work_tile["first_key_row"] + self.wg * PANEL
+        begin, end = (
+            jnp.clip(work_tile[name] - self.wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
+        )
+        for grad_g, accs, scale in (
+            (self.outputs.dk, sums.dk, self.spec.score.scale),
+            (self.outputs.dv, sums.dv, 1.0),
+        ):
+            for chunk, acc in enumerate(accs):
+                chunk_g = grad_g.at[:, :, chunk] if head.is_padded else grad_g
+                store_token_rows(
+                    chunk_g, acc * scale, work_tile.kv_head, first_row, begin, end,
+                    tokens_per_head=PANEL, columns=head.chunk_dim, is_interpreted=self.spec.is_interpreted,
+                )  # fmt: skip

@@ -1,0 +1,158 @@
+"""The loads of the dk/dv kernel on GPUs without TMA: the computing warps load by cp.async."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.ptx.cp_async import (
+    WARPS,
+    commit_copies,
+    copy_numbers,
+    copy_token_rows,
+)
+from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.types import Barriers, Ref, Scalar
+from pallas_kernels.varlen_backward.dkdv_scores import QueryTile
+from pallas_kernels.varlen_backward.refs import DkDvInputs, WarpDkDvSmem
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS
+from pallas_kernels.varlen_backward.spec import BackwardSpec
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile, entry_tile
+from pallas_kernels.varlen_prefill.warp_loader import wait_for_copies
+
+
+class NextStep(NamedTuple):
+    """The next step of a work tile.
+
+    Attributes:
+        head: Query head.
+        entry: Query tile, or entry of the tile list; see QuerySteps.entry.
+        exists: 1 if there is a next step, else 0.
+    """
+
+    head: Scalar
+    entry: Scalar
+    exists: Scalar
+
+
+class WarpQueryPipeline:
+    """The stages of queries and dO of a thread block, which its warps fill by cp.async.
+
+    All warpgroups call the same methods in the same order: for each work tile `load_columns` and `start`,
+    then for each step `wait_dout`, `wait_queries` and `release_dout`; see the figures in warp_dkdv_kernel.py.
+    """
+
+    def __init__(
+        self, inputs: DkDvInputs, smem: WarpDkDvSmem, barrier: Barriers, spec: BackwardSpec, wg: Scalar
+    ):
+        self.inputs, self.smem, self.barrier, self.spec, self.wg = inputs, smem, barrier, spec, wg
+        # In interpret mode the first warpgroup copies whole tiles.
+        self.num_warps = 1 if spec.is_interpreted else WARPS * WARPGROUPS
+
+    def first_step_from(self, work_tile: BackwardWorkTile, index: Scalar) -> NextStep:
+        """Return the first step of the query heads of the group from `index` on."""
+        group = self.spec.group
+        if self.spec.has_lists:  # a head may have no steps
+            index = lax.while_loop(
+                lambda n: (n < group) & (work_tile.steps(jnp.minimum(n, group - 1)).num_steps == 0),
+                lambda n: n + 1,
+                index,
+            )
+        last = jnp.minimum(index, group - 1)
+        steps = work_tile.steps(last)
+        exists = (index < group) & (steps.num_steps > 0)
+        return NextStep(work_tile.head(last), steps.entry(jnp.int32(0)), exists.astype(jnp.int32))
+
+    def load_columns(self, row: Scalar) -> None:
+        """Load a row of the schedule's table into shared memory, after all warps have read the previous."""
+        self._wait()
+
+        @pl.when(self._is_loading(row >= 0))
+        def _() -> None:
+            copy_numbers(
+                self.smem.tile_columns, self.inputs.schedule.table, row, row * 0,
+                num_warps=self.num_warps, is_interpreted=self.spec.is_interpreted,
+            )  # fmt: skip
+
+        self._commit()
+        self._wait()
+
+    def start(self, work_tile: BackwardWorkTile, first: NextStep) -> None:
+        """Load a work tile's keys and values, and dO of its first step; with two stages, queries as well."""
+        inputs, smem, row = self.inputs, self.smem, work_tile["first_key_row"] + self.wg * PANEL
+        is_interpreted = self.spec.is_interpreted
+        for rows_g, to_s in ((inputs.key.rows, smem.key), (inputs.value.rows, smem.value)):
+            copy_token_rows(
+                to_s.at[self.wg], rows_g, row, work_tile.kv_head, head=self.spec.head, rows_per_head=PANEL,
+                num_warps=1 if is_interpreted else WARPS, is_interpreted=is_interpreted,
+            )  # fmt: skip
+        self._load_dout(work_tile, first, first.head * 0)
+        if self.spec.sizes.stages > 1:
+            self._load_queries(work_tile, first, first.head * 0)
+        self._commit()
+
+    def wait_dout(self, tile: QueryTile, step: Scalar) -> Scalar:
+        """Wait for dO of a step, and return its stage; with one stage, load the queries of the step."""
+        stages = self.spec.sizes.stages
+        self._wait()
+        if stages > 1:
+            return lax.rem(step, jnp.int32(stages))
+        self._load_queries(tile.work_tile, NextStep(tile.head, tile.tile_index, step * 0 + 1), step * 0)
+        self._commit()
+        return step * 0
+
+    def wait_queries(self, tile: QueryTile, stage: Scalar, next_step: NextStep) -> None:
+        """Wait for the queries of a step; with two stages they have arrived, and the next step is loaded."""
+        if self.spec.sizes.stages == 1:
+            self._wait()
+            return
+        self._load_dout(tile.work_tile, next_step, 1 - stage)
+        self._load_queries(tile.work_tile, next_step, 1 - stage)
+        self._commit()
+
+    def release_dout(self, tile: QueryTile, next_step: NextStep) -> None:
+        """With one stage, wait until all warps have read dO, and load that of the next step."""
+        if self.spec.sizes.stages > 1:
+            return
+        self._wait()
+        self._load_dout(tile.work_tile, next_step, next_step.head * 0)
+        self._commit()
+
+    def _load_queries(self, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar) -> None:
+        """Start to load the queries and the row statistics of a step."""
+        self._load(self.inputs.query.rows, self.smem.query, work_tile, step, stage)
+        row = work_tile.query_row(entry_tile(step.entry))
+
+        @pl.when(self._is_loading(step.exists != 0))
+        def _() -> None:
+            copy_numbers(
+                self.smem.stats_and_columns.at[stage], self.inputs.row_stats, step.head, row,
+                num_warps=self.num_warps, is_interpreted=self.spec.is_interpreted,
+            )  # fmt: skip
+
+    def _load_dout(self, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar) -> None:
+        self._load(self.inputs.dout.rows, self.smem.dout, work_tile, step, stage)
+
+    def _load(
+        self, rows_g: Ref, stages_s: Ref, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar
+    ) -> None:
+        row = work_tile.query_row(entry_tile(step.entry))
+
+        @pl.when(self._is_loading(step.exists != 0))
+        def _() -> None:
+            copy_token_rows(
+                stages_s.at[stage], rows_g, row, step.head, head=self.spec.head,
+                rows_per_head=self.spec.sizes.tile_q, num_warps=self.num_warps,
+                is_interpreted=self.spec.is_interpreted,
+            )  # fmt: skip
+
+    def _is_loading(self, is_loaded: Scalar) -> Scalar:
+        """Return whether the warpgroup copies what is loaded: in interpret mode only the first one does."""
+        return is_loaded & (self.wg == 0) if self.spec.is_interpreted else is_loaded
+
+    def _commit(self) -> None:
+        commit_copies(is_interpreted=self.spec.is_interpreted)
+
+    def _wait(self) -> None:
+        wait_for_copies(self.barrier, 0, WARPGROUPS, is_interpreted=self.spec.is_interpreted)
