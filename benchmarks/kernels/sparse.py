@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, formats = functools.partial(parser.add_argument, nargs="+"), ("none", "fp8_e4m3")
     add("--tokens", default=list(TOKENS), choices=TOKENS, help="Prompt lengths.")
     add("--block", type=int, default=[128, 64], help="Block sizes of the masks of `prefill`, in tokens.")
+    add(
+        "--query-block",
+        type=int,
+        default=[],
+        help="Queries per block of `prefill`. Default: as many as keys.",
+    )
     add("--density", type=float, default=list(DENSITIES), help="Densities of the masks of `prefill`.")
     add("--page", type=int, default=[16, 32], help="Tokens per cache block of `quest`.")
     add("--list-block", type=int, default=[16, 64], help="Block sizes of `decode` and `listed`.")
@@ -47,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run the requested cases."""
     rows, a = Rows("sparse", arguments.out), arguments
     cases = {
-        "prefill": lambda: prefill(rows, a.tokens, a.block, a.density),
+        "prefill": lambda: prefill(rows, a.tokens, a.block, a.query_block, a.density),
         "pooled": lambda: pooled_selection(rows, a.tokens),
         "local_strided": lambda: local_strided(rows),
         "vertical_slash": lambda: vertical_slash(rows, [name for name in a.tokens if name != "128k"]),
@@ -59,15 +66,26 @@ def main(arguments: argparse.Namespace) -> None:
         cases[name]()
 
 
-def prefill(rows: Rows, tokens: list[str], blocks: list[int], densities: list[float]) -> None:
-    """Measure causal attention with a random block mask per head."""
+def prefill(
+    rows: Rows, tokens: list[str], blocks: list[int], query_blocks: list[int], densities: list[float]
+) -> None:
+    """Measure causal attention with a random block mask per head.
+
+    Args:
+        rows: Result file.
+        tokens: Prompt lengths, of TOKENS.
+        blocks: Numbers of keys per block.
+        query_blocks: Numbers of queries per block; empty for square blocks.
+        densities: Shares of the blocks that are visible.
+    """
     for name in tokens:
         step = Step(TOKENS[name])
         dense_us = step.add_dense(rows, f"dense_{name}")
-        for block in blocks:
+        for block, query_block in itertools.product(blocks, query_blocks or [None]):
+            case = str(block) if query_block is None else f"{query_block}x{block}"
             for density in densities:
-                mask = random_blocks(step.tokens, block, density)
-                step.add(rows, f"blocks_{block}_{name}", mask, dense_us, wanted=density)
+                mask = random_blocks(step.tokens, query_block or block, block, density)
+                step.add(rows, f"blocks_{case}_{name}", mask, dense_us, wanted=density)
 
 
 def pooled_selection(rows: Rows, tokens: list[str]) -> None:
@@ -129,19 +147,23 @@ def random_vertical_slash(tokens: int, column_run: int) -> masks.VerticalSlash:
     return masks.VerticalSlash(columns=jnp.asarray(columns), slashes=jnp.asarray(slashes))
 
 
-def random_blocks(tokens: int, block: int, density: float) -> masks.BlockMask:
+def random_blocks(tokens: int, block_q: int, block_kv: int, density: float) -> masks.BlockMask:
     """Return a mask with random blocks per head. The blocks on the diagonal are always visible."""
+    shape = -(-tokens // block_q), -(-tokens // block_kv)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def draw_blocks(count: int, density: jax.Array) -> jax.Array:
+    @jax.jit
+    def draw_blocks(density: jax.Array) -> jax.Array:
         # Drawing all heads at once would need a large array of random numbers.
         keys = jax.random.split(jax.random.key(0), Q_HEADS)
-        blocks = jax.lax.map(lambda key: jax.random.uniform(key, (count, count)) < density, keys)
-        return blocks | jnp.eye(count, dtype=bool)[None]
+        blocks = jax.lax.map(lambda key: jax.random.uniform(key, shape) < density, keys)
+        first_query, first_key = (
+            jax.lax.broadcasted_iota(jnp.int32, shape, axis) * size
+            for axis, size in enumerate((block_q, block_kv))
+        )
+        is_diagonal = (first_query < first_key + block_kv) & (first_key < first_query + block_q)
+        return blocks | is_diagonal[None]
 
-    return masks.BlockMask(
-        blocks=draw_blocks(-(-tokens // block), jnp.float32(density)), block_q=block, block_kv=block
-    )
+    return masks.BlockMask(blocks=draw_blocks(jnp.float32(density)), block_q=block_q, block_kv=block_kv)
 
 
 class Step:

@@ -16,7 +16,14 @@ from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, floor_div, quo
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
-from pallas_kernels.varlen_prefill import MAX_KEY_BLOCKS, MAX_QUERY_WORDS, BlockBits, KernelMask, PairBits
+from pallas_kernels.varlen_prefill import (
+    MAX_KEY_BLOCKS,
+    MAX_QUERY_WORDS,
+    BlockBits,
+    BlockBitWords,
+    KernelMask,
+    PairBits,
+)
 
 NUM_HASHES = 32749  # A prime: number of values of the hash that draws random blocks.
 MAX_FLAT_INDEX = 2**31 - 1  # Largest int32 index.
@@ -238,13 +245,15 @@ class BlockMask(Mask):
                 has_key_rows=tiling.has_key_rows,
             )
         fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
-        return BlockBits(
+        is_aligned = fits and not tiling.is_packed
+        bits = BlockBitWords if tiling.needs_words and not is_aligned else BlockBits
+        return bits(
             words=BlockBits.pack(blocks),
             first_q_block=first,
             block_q=self.block_q,
             block_kv=self.block_kv,
             group=num_q_heads // blocks.shape[1],
-            is_aligned=fits and not tiling.is_packed,
+            is_aligned=is_aligned,
         )
 
 

@@ -64,6 +64,7 @@ def _sort_work_tiles(
     *,
     columns: int,
     sets: int,
+    max_len: int,
 ) -> tuple[jax.Array, jax.Array]:
     tiles, heads = table.shape[0], entries.shape[0] // table.shape[0]
 
@@ -78,7 +79,7 @@ def _sort_work_tiles(
     set_index = jnp.arange(sets, dtype=jnp.int32)[:, None]
     keys = jnp.where((sets - 1 - set_index) % 2 == 0, -lens, lens)
     per_set = num_live[0] * (heads // sets)
-    rows = sort_ranks(jnp.where(is_valid, keys, entries.shape[1] + 1)) + set_index * per_set
+    rows = sort_ranks(jnp.where(is_valid, keys, max_len + 1)) + set_index * per_set
     rows = jnp.where(is_valid, rows, tiles * heads)
     rows = jnp.swapaxes(rows.reshape(sets, tiles, -1), 0, 1).reshape(tiles * heads)
     lists = jnp.arange(tiles * heads, dtype=jnp.int32)
@@ -99,26 +100,29 @@ def sort_work_tiles(
     *,
     columns: int,
     sets: int,
+    max_len: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sorted table of work tiles and the number of its valid rows; see PrefillTileLists.
 
     Args:
         table: Query tiles, int32 [tiles, width].
         num_live: Number of valid query tiles, [1].
-        entries: Lists of KV tiles, int32 [tiles * heads, max_list].
+        entries: Lists of KV tiles, int32 [tiles * heads, max_list]; only their first elements are read.
         num_partial: Number of partial tiles of each list, [tiles * heads].
         num_full: Number of full tiles of each list, [tiles * heads].
         columns: Static: number of used columns of the table.
         sets: Static: number of sets into which the heads are divided.
+        max_len: Static: maximum number of tiles of a list.
     """
     tiles, width = table.shape
-    lists, max_len = entries.shape
+    lists, stride = entries.shape
     heads = lists // tiles
     dims = TileOrderDims(
         tiles=tiles,
         width=width,
         columns=columns,
         max_len=max_len,
+        stride=stride,
         heads=heads,
         per_set=heads // sets,
         sets=sets,
@@ -144,6 +148,7 @@ class TileOrderDims(NamedTuple):
         width: Number of columns of a row.
         columns: Number of used columns of a row.
         max_len: Maximum number of tiles of a list.
+        stride: Number of elements of a row of the entries.
         heads: Number of work tiles of a query tile.
         per_set: Number of work tiles of a query tile in one set.
         sets: Number of sets of heads.
@@ -154,6 +159,7 @@ class TileOrderDims(NamedTuple):
     width: int
     columns: int
     max_len: int
+    stride: int
     heads: int
     per_set: int
     sets: int
@@ -285,7 +291,7 @@ def _write_rows(dims: TileOrderDims) -> Iterator[str]:
         yield f"ld.global.v4.b32 {_vector(row[n : n + 4])}, [at + {4 * n}];"
     for n in range(dims.columns // 4 * 4, dims.columns):
         yield f"ld.global.b32 c{n}, [at + {4 * n}];"
-    yield f"mad.wide.u32 at, list, {dims.max_len * 4}, $2; ld.global.b32 entry, [at];"
+    yield f"mad.wide.u32 at, list, {dims.stride * 4}, $2; ld.global.b32 entry, [at];"
     yield f"add.u32 rank, rank, base; mad.wide.u32 at, rank, {dims.width * 4}, $5;"
     for n in range(0, len(row), 4):
         yield f"st.global.v4.b32 [at + {4 * n}], {_vector(row[n : n + 4])};"

@@ -112,13 +112,13 @@ class DqLoader(PrefillLoader):
     def load_tile(
         self,
         work_tile: PrefillWorkTile,
-        tile: Scalar,
+        runs: tuple[Scalar, ...],
         step: Scalar,
         after_keys: Callable[[], None] | None = None,
     ) -> None:
         """Load the keys and values of a KV tile into stages whose indices may differ; see PrefillLoader."""
         kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
-        copies = self.tile_copies(work_tile, tile, kv_head, 0, 1)
+        copies = self.tile_copies(work_tile, runs, kv_head)
         for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))

@@ -2,11 +2,12 @@
 
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
-from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, KernelMask, PairTile, Words
 from pallas_kernels.varlen_prefill.mask_policies import (
     MAX_KEY_BLOCKS,
     MAX_QUERY_WORDS,
     BlockBits,
+    BlockBitWords,
     Inverted,
     Joined,
     Lines,
@@ -26,4 +27,9 @@ from pallas_kernels.varlen_prefill.sizes import (
     default_sizes,
     should_dequantize_in_kernel,
 )
-from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, make_tile_lists, num_query_blocks
+from pallas_kernels.varlen_prefill.tile_lists import (
+    LIST_BLOCK_SIZES,
+    PrefillTileLists,
+    make_tile_lists,
+    num_query_blocks,
+)

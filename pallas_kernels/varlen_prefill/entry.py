@@ -1,5 +1,6 @@
 """varlen_prefill: attention of packed prompts over their own keys, packed or in a paged cache."""
 
+import dataclasses
 import math
 
 import jax
@@ -45,7 +46,7 @@ from pallas_kernels.varlen_prefill.spec import (
     PrefillSpec,
     QuantizedKV,
 )
-from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks
+from pallas_kernels.varlen_prefill.tile_lists import LIST_BLOCK_SIZES, PrefillTileLists, num_query_blocks
 
 
 def varlen_prefill(
@@ -198,18 +199,27 @@ def varlen_prefill(
             query_start_loc, lens, kv_start_loc,
             num_tokens=num_tokens, score=score, sizes=sizes, q_heads=q_heads, has_lists=has_lists,
         )  # fmt: skip
+    list_block_size = None if lists is None else lists.built_for.list_block_size
+    if list_block_size is not None:
+        require(
+            not sizes.per_warp_mma, "lists", "list tiles with per_warp_mma", f"blocks of {list_block_size}"
+        )
+        fits = block_size is None or block_size >= min(LIST_BLOCK_SIZES)
+        require(fits, "block_size", f"be at least {min(LIST_BLOCK_SIZES)} with lists of blocks", block_size)
     require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
     needed = schedule_key(num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=is_packed)
     require_built_for("schedule", schedule.built_for, needed)
     if lists is not None:
-        require_built_for("lists", lists.built_for, needed)
+        lists_key = dataclasses.replace(needed, list_block_size=list_block_size)
+        require_built_for("lists", lists.built_for, lists_key)
         lists_needed = schedule.table.shape[0] * q_heads
         meaning = f"{schedule.table.shape[0]} query tiles, {q_heads} heads"
         require_shape("lists.table", lists.table.shape, (lists_needed, TABLE_WIDTH), meaning)
         require_shape("lists.entries", lists.entries.shape[:1], (lists_needed,), meaning)
     tiling, kv_tokens = None, key.shape[0]
     if block_table is not None and block_size is not None:
-        tiling = CacheTiling(block_size=block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=head)
+        run_length = list_block_size or sizes.tile_kv
+        tiling = CacheTiling(block_size=block_size, tile_kv=run_length, is_hnd=is_hnd, head=head)
         kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
     group_heads = heads_per_l2_group(
         q_heads, kv_heads, kv_bytes=4 * kv_tokens * head_dim,
@@ -217,7 +227,7 @@ def varlen_prefill(
     )  # fmt: skip
     shape = PrefillShape(
         q_heads=q_heads, group=group, head=head, cache_tiling=tiling,
-        heads_per_l2_group=group_heads, block_q=block_q,
+        heads_per_l2_group=group_heads, block_q=block_q, list_block_size=list_block_size,
     )  # fmt: skip
     quantized = None
     if is_quantized:
@@ -242,8 +252,8 @@ def varlen_prefill(
     if tiling is None and sizes.per_warp_mma:
         k, v = (head.split(copy_if_unaligned(x)) for x in (key, value))
     elif tiling is None:
-        k, k_tail = split_tail(head.split(key), sizes.tile_kv)
-        v, v_tail = split_tail(head.split(value), sizes.tile_kv)
+        k, k_tail = split_tail(head.split(key), spec.run_length)
+        v, v_tail = split_tail(head.split(value), spec.run_length)
     else:
         k, v = tiling.tile_cache(key), tiling.tile_cache(value)
         scales = [

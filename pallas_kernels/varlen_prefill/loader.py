@@ -220,7 +220,7 @@ class PrefillLoader:
     ):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
-        self.tile_kv = spec.sizes.tile_kv
+        self.run_length = spec.run_length
         kv, (keys, values) = inputs.kv, self.pipeline.loaded
         k_scales_s, v_scales_s = None, None
         if smem.quantized is not None:
@@ -231,7 +231,8 @@ class PrefillLoader:
         )
         self.tiling = tiling = spec.shape.cache_tiling
         self.blocks = None if tiling is None else BlockTableRef(kv.block_table, tiling.block_size)
-        self.num_copies = 1 if tiling is None else tiling.num_copies  # TMA copies per tile and chunk
+        copies_per_run = 1 if tiling is None else tiling.num_copies
+        self.num_copies = copies_per_run * spec.runs_per_tile  # TMA copies per tile and chunk
         team_size = spec.sizes.team_size
         self.queries = [
             QueryBuffers(smem, barriers, spec.sizes, team * team_size + rank) for rank in range(team_size)
@@ -263,13 +264,16 @@ class PrefillLoader:
             iteration: Its number among the team's work tiles.
             step: Step of its first KV tile.
         """
-        first = work_tile.kv_tile_index(work_tile.first_entry())
+        first = self.run_indices(work_tile, work_tile.first_entries())
         load_queries = functools.partial(self.load_queries, work_tile, row, iteration)
 
-        def load_and_prefetch(i: Scalar, index: Scalar) -> Scalar:
-            next_index = work_tile.kv_tile_index(work_tile.entry(jnp.minimum(i + 1, work_tile.num - 1)))
-            self.load_tile(work_tile, index, step + i)
-            return next_index
+        def entries(i: Scalar) -> tuple[Scalar, ...]:
+            return self.run_indices(work_tile, work_tile.tile_entries(i))
+
+        def load_and_prefetch(i: Scalar, indices: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+            next_indices = entries(jnp.minimum(i + 1, work_tile.num - 1))
+            self.load_tile(work_tile, indices, step + i)
+            return next_indices
 
         @pl.when(work_tile.num > 0)
         def _() -> None:
@@ -277,20 +281,24 @@ class PrefillLoader:
             self.load_tile(work_tile, first, step, load_queries)
             if self.spec.has_lists and self.spec.num_copies < MAX_COPIES_AT_ONCE:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
-                second = work_tile.kv_tile_index(work_tile.entry(jnp.minimum(1, work_tile.num - 1)))
+                second = entries(jnp.minimum(1, work_tile.num - 1))
                 lax.fori_loop(1, work_tile.num, load_and_prefetch, second)
             else:
 
                 @pl.loop(1, work_tile.num)
                 def _(i: Scalar) -> None:
-                    self.load_tile(work_tile, work_tile.kv_tile_index(work_tile.entry(i)), step + i)
+                    self.load_tile(work_tile, entries(i), step + i)
 
         pl.when(work_tile.num == 0)(load_queries)
+
+    def run_indices(self, work_tile: PrefillWorkTile, entries: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        """Return the index of each run of consecutive keys of a KV tile, from its entries."""
+        return tuple(work_tile.kv_tile_index(entry) for entry in entries)
 
     def load_tile(
         self,
         work_tile: PrefillWorkTile,
-        tile: Scalar,
+        runs: tuple[Scalar, ...],
         step: Scalar,
         after_keys: Callable[[], None] | None = None,
     ) -> None:
@@ -298,7 +306,7 @@ class PrefillLoader:
 
         Args:
             work_tile: Work tile whose keys and values are loaded.
-            tile: Index of the KV tile.
+            runs: Index of each run of consecutive keys of the tile.
             step: Step of the KV tile.
             after_keys: Function that is called after the copies of keys and before the copies of values.
         """
@@ -308,7 +316,7 @@ class PrefillLoader:
         # registers.
         num_copies, at_once = self.num_copies, min(self.num_copies, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
-        copies = self.tile_copies(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
+        copies = self.tile_copies(work_tile, runs, kv_head) if fits_registers else []
         for index, stream in enumerate(self.streams):
             # A stage is free once all warpgroups of the team have read the tile that it held.
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.stages.free.at[stage]))
@@ -318,31 +326,62 @@ class PrefillLoader:
                 # The bound is hidden from the compiler: unrolled, the ids would not fit in registers.
                 @pl.loop(0, num_copies // at_once + jnp.minimum(step, 0))
                 def _(n: Scalar, stream: KvStream = stream) -> None:
-                    self.copy(stream, stage, self.tile_copies(work_tile, tile, kv_head, n * at_once, at_once))
+                    (tile,) = runs
+                    self.copy(stream, stage, self.run_copies(work_tile, tile, kv_head, n * at_once, at_once))
 
             if after_keys is not None and index == 0:
                 after_keys()
 
     def tile_copies(
-        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+        self, work_tile: PrefillWorkTile, runs: tuple[Scalar, ...], kv_head: Scalar
     ) -> list[KvCopy]:
-        """Return TMA copies `first` to `first + count - 1` of a KV tile.
+        """Return the TMA copies of a KV tile, see run_copies."""
+        count = self.num_copies // len(runs)
+        return [
+            copy
+            for position, run in enumerate(runs)
+            for copy in self.run_copies(work_tile, run, kv_head, 0, count, position=position)
+        ]
 
-        A tile of packed keys is one copy. In a paged cache there is one copy per block, or one per tile if a
-        block holds several tiles. Keys that no query attends to may have no block; another block is loaded
+    def run_copies(
+        self,
+        work_tile: PrefillWorkTile,
+        run: Scalar,
+        kv_head: Scalar,
+        first: Scalar | int,
+        count: int,
+        *,
+        position: int = 0,
+    ) -> list[KvCopy]:
+        """Return TMA copies `first` to `first + count - 1` of a run of consecutive keys of a KV tile.
+
+        A run of packed keys is one copy. In a paged cache there is one copy per block, or one per run if a
+        block holds several runs. Keys that no query attends to may have no block; another block is loaded
         instead.
+
+        Args:
+            work_tile: Work tile whose keys and values are loaded.
+            run: Index of the run among the runs of the request.
+            kv_head: KV head.
+            first: Index of the first copy.
+            count: Number of copies. Static.
+            position: Index of the run in the tile. Static.
         """
-        tiling, first_key = self.tiling, tile * self.tile_kv
+        tiling, first_key, first_row_s = self.tiling, run * self.run_length, position * self.run_length
         if tiling is None or self.blocks is None:
             first_row = work_tile.column("kv_start") - work_tile.alignment_offset + first_key
-            return [KvCopy((kv_head,), pl.ds(0, self.tile_kv), first_row=align_row(first_row))]
+            rows_s = pl.ds(first_row_s, self.run_length)
+            return [KvCopy((kv_head,), rows_s, first_row=align_row(first_row))]
         first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
         visible = self.blocks.visible_blocks(
             work_tile.column("req"), first_block_key, end_block_key, is_checked=True
         )
         column, copy = tiling.locate(first_key)
         blocks = visible.ids(column + first, count)
-        rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
+        rows = [
+            pl.ds(first_row_s + (first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy)
+            for j in range(count)
+        ]
         return [
             KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
             for block, to in zip(blocks, rows, strict=True)
@@ -358,7 +397,7 @@ class PrefillLoader:
                 if copy.first_row is None:
                     plgpu.copy_gmem_to_smem(stream.kv_g.at[index], to, full)
                 else:
-                    array, num_rows = TokenRows(stream.kv_g, stream.tail_g), self.tile_kv
+                    array, num_rows = TokenRows(stream.kv_g, stream.tail_g), self.run_length
                     copy_rows(array, copy.first_row, index, to, full, num_rows=num_rows)
         if stream.scales_s is not None:
             for copy in copies:

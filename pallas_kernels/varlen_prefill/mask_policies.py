@@ -14,7 +14,14 @@ from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.shared import floor_div, normalize_window_side
 from pallas_kernels.shared.types import Ref, Scalar
-from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import (
+    MAX_ROWS,
+    WORD_BITS,
+    KernelMask,
+    PairTile,
+    Words,
+    lowest_bits,
+)
 
 HALF = WORD_BITS // 2
 MAX_KEY_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
@@ -312,6 +319,31 @@ class BlockBits(KernelMask):
                 if low < high:
                     key_bits = (1 << high) - (1 << low)
                     words[n] = words[n] | (is_visible & np.uint32(key_bits).astype(np.int32))
+        return tuple(words)
+
+
+@policy
+class BlockBitWords(BlockBits):
+    """BlockBits as words for tiles that begin anywhere in a block, which costs more instructions."""
+
+    @property
+    @override
+    def is_words(self) -> bool:
+        return True
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Words:
+        first_block = self._first_block(tile)
+        words = [jnp.zeros_like(loaded)] * (tile.shape[1] // WORD_BITS)
+        for index in range((tile.shape[1] + self.block_kv - 2) // self.block_kv + 1):
+            is_visible = 0 - (lax.shift_right_logical(loaded, jnp.int32(index)) & 1)  # all bits or none
+            begin = (first_block + index) * self.block_kv - tile.first_key
+            for n in range(len(words)):
+                low, high = (
+                    lowest_bits(jnp.clip(end - n * WORD_BITS, 0, WORD_BITS))
+                    for end in (begin, begin + self.block_kv)
+                )
+                words[n] = words[n] | (is_visible & (high & ~low))
         return tuple(words)
 
 

@@ -1,6 +1,8 @@
 """Masking of a warpgroup's tiles: -inf for scores of invisible pairs, zeros for invisible values."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -10,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
+from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
@@ -45,22 +48,25 @@ class Masking:
         """
         if tile.masked_ends is MaskedEnds.NONE or not jax.tree.leaves(self.mask):
             return ()
-        assert self.mask is not None
-        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile.column("req"))
+        mask, req = self.mask, tile.rows.work_tile.column("req")
+        assert mask is not None
+        if self.spec.runs_per_tile > 1:
+            return tuple(mask.load(pairs, req) for pairs in tile.run_pairs(self.columns))
+        return mask.load(tile.pairs(self.columns), req)
 
     def apply(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
         """Return the scores with -inf for invisible pairs."""
         if tile.masked_ends is MaskedEnds.NONE:
             return s
+        if self.spec.runs_per_tile > 1:
+            return self._apply_to_runs(tile, loaded, s)
         score, mask, first_key = self.spec.score, self.mask, tile.first_key()
         # The range [begin, end) of the tile's visible columns: scalars, or one range per row. Positions of
         # rows are computed only if the ranges differ: Pallas cannot assign a layout to an unused array.
         has_begin = self.spec.has_low_end and MaskedEnds.LOW in tile.masked_ends
         has_row_begin = self.spec.has_window and has_begin
         has_query_blocks = self.spec.shape.block_q is not None
-        has_row_end = (
-            score.causal or score.window[1] is not None or score.chunk_size is not None or has_query_blocks
-        )
+        has_row_end = self._has_row_end or has_query_blocks
         work_tile = tile.rows.work_tile
         begin, end = 0 - first_key, work_tile.column("seq_len") - first_key
         if has_row_begin or has_row_end:
@@ -68,7 +74,8 @@ class Masking:
             row_begin, row_end = key_range(score, positions, work_tile.column("seq_len"))
             row_begin, row_end = row_begin - first_key, row_end - first_key
             if has_query_blocks:
-                row_end = jnp.where(self._is_tile_visible(tile, positions), row_end, 0)
+                (entry,) = tile.entries
+                row_end = jnp.where(self._is_visible(tile, entry, positions), row_end, 0)
             begin, end = row_begin if has_row_begin else begin, row_end if has_row_end else end
         if mask is not None and mask.is_words:
             pairs = tile.pairs(self.columns)
@@ -90,12 +97,47 @@ class Masking:
             is_visible = is_visible & mask.visible(tile.pairs(self.columns), loaded)
         return jnp.where(is_visible, s, -jnp.inf)
 
-    def _is_tile_visible(self, tile: KvTile, positions: Rows) -> Rows:
-        """Return whether the query block of each position attends to any key of the tile."""
+    def _apply_to_runs(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
+        """Return the scores of a tile of several runs of keys; see `apply`. All masks are words."""
+        spec, mask, seq_len = self.spec, self.mask, tile.rows.work_tile.column("seq_len")
+        begin, end = jnp.int32(0), seq_len
+        if spec.has_window or self._has_row_end or spec.shape.block_q is not None:
+            positions = tile.rows.positions()
+            row_begin, row_end = key_range(spec.score, positions, seq_len)
+            begin = jnp.maximum(row_begin, 0) if spec.has_window else begin
+            end = row_end if self._has_row_end else end
+        runs = tile.run_pairs(self.columns)
+        words: list[Rows] = []
+        for pairs, entry, run_loaded in zip(runs, tile.entries, loaded or ((),) * len(runs), strict=True):
+            run_begin, run_end = begin - pairs.first_key, end - pairs.first_key
+            if spec.shape.block_q is not None:
+                run_end = jnp.where(self._is_visible(tile, entry, positions), run_end, 0)
+            elif mask is None and run_end.ndim == 0:
+                run_end = pairs.fill_rows(run_end)
+            run_words = pairs.words_in_range(run_begin if spec.has_low_end else None, run_end)
+            if mask is not None:
+                visible = mask.visible(pairs, run_loaded)
+                run_words = tuple(a & b for a, b in zip(visible, run_words, strict=True))
+            words += run_words
+        if spec.run_length == WORD_BITS // 2:
+            low_half = (1 << spec.run_length) - 1
+            words = [
+                (low & low_half) | (high << spec.run_length)
+                for low, high in zip(words[::2], words[1::2], strict=True)
+            ]
+        return runs[0].masked(s, tuple(words))
+
+    @property
+    def _has_row_end(self) -> bool:
+        """Whether the end of the visible keys depends on the row according to the score's numbers."""
+        score = self.spec.score
+        return score.causal or score.window[1] is not None or score.chunk_size is not None
+
+    def _is_visible(self, tile: KvTile, entry: Scalar, positions: Rows) -> Rows:
+        """Return whether the query block of each position attends to any key of a list entry."""
         work_tile, block = tile.rows.work_tile, self.spec.shape.block_q
-        assert tile.entry is not None
         assert block is not None
-        bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
+        bits = lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT))
         first = floor_div(work_tile.column("position") + work_tile.column("begin"), block)
         is_visible = positions * 0 + (bits & 1)
         for index in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
@@ -125,9 +167,10 @@ class ValueTiles:
     def wait(self, tile: KvTile, step: Scalar, *, is_first: bool = False) -> None:
         """Wait for the values of a KV tile, and zero its invisible ends.
 
-        With tile lists the first tile contains the request's end, if that is listed, and the visible keys may
-        start in any partial tile. Without lists they start in the first tile, later ones are not tested, to
-        save a comparison per tile, and the end is in the last tile, for which the caller calls `clear`.
+        With tile lists the first tile contains the request's end, if that is listed, and runs that the list
+        lacks, and the visible keys may start in any partial tile. Without lists they start in the first tile,
+        later ones are not tested, to save a comparison per tile, and the end is in the last tile, for which
+        the caller calls `clear`.
         """
         stage = self.pipeline.stage(step)
         plgpu.barrier_wait(self.stages.full.at[stage])
@@ -135,6 +178,10 @@ class ValueTiles:
             ends = MaskedEnds.BOTH if is_first else tile.masked_ends & MaskedEnds.LOW
         else:
             ends = MaskedEnds.LOW if is_first else MaskedEnds.NONE
+        if self.spec.runs_per_tile > 1:
+            if MaskedEnds.HIGH in ends or (MaskedEnds.LOW in ends and self.spec.has_low_end):
+                self._clear_runs(tile, stage)
+            return
         if MaskedEnds.LOW in ends and self.spec.has_low_end:
             self.clear(tile, stage, MaskedEnds.LOW)
         if MaskedEnds.HIGH in ends:
@@ -149,6 +196,25 @@ class ValueTiles:
         clear_invisible_values(
             self.stages.tiles.at[stage], tile, end, tile_kv=self.spec.sizes.tile_kv, fence=plgpu.commit_smem
         )
+
+    def _clear_runs(self, tile: KvTile, stage: Scalar) -> None:
+        """Zero the values of a tile of runs before the first visible key or after the request's end."""
+        values_s, spec, work_tile = self.stages.tiles.at[stage], self.spec, tile.rows.work_tile
+        first_key, end_key = work_tile.column("first_visible_key"), work_tile.column("seq_len")
+        starts, run_length = tile.run_starts(), spec.run_length
+        for first_row in range(0, spec.sizes.tile_kv, ROWS_AT_ONCE):
+            part = starts[first_row // run_length : (first_row + ROWS_AT_ONCE) // run_length]
+            has_invisible = [(start < first_key) | (start + run_length > end_key) for start in part]
+
+            @pl.when(functools.reduce(operator.or_, has_invisible))
+            def _(first_row: int = first_row, part: tuple[Scalar, ...] = part) -> None:
+                row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W)
+                offset = part[0]
+                for run, start in enumerate(part[1:], 1):
+                    offset = jnp.where(row >= run * run_length, start - run * run_length, offset)
+                rows = pl.ds(first_row, ROWS_AT_ONCE)
+                clear_masked_out(values_s, rows, lambda _: row + offset, first_key, end_key)
+                plgpu.commit_smem()
 
 
 def clear_invisible_values(

@@ -28,6 +28,8 @@ class PrefillScheduleKey:
             of heads.
         has_lists: Whether the call has tile lists.
         is_packed: Whether keys are packed instead of in a paged cache.
+        list_block_size: Number of keys per entry of the tile lists if several entries fill a tile; None if an
+            entry is a tile, and for the schedule itself.
     """
 
     num_tokens: int
@@ -36,6 +38,7 @@ class PrefillScheduleKey:
     q_heads: int | None
     has_lists: bool
     is_packed: bool
+    list_block_size: int | None = None
 
 
 class SplitTiles(NamedTuple):
@@ -104,6 +107,9 @@ LIST_COLUMNS = (
     "num",  # number of tiles in the list
     "num_partial",  # number of partial tiles, which come first
 )
+# The same columns if several entries fill a tile: the first tile has fewer entries than the others if their
+# number is not a multiple.
+PACKED_LIST_COLUMNS = tuple("num_missing" if name == "first_entry" else name for name in LIST_COLUMNS)
 TABLE_WIDTH = 32  # 128 bytes, the alignment that TMA needs
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.schedule import (
     COLUMNS,
     LIST_COLUMNS,
+    PACKED_LIST_COLUMNS,
     SPLIT_COLUMNS,
     TABLE_WIDTH,
     max_split_outputs,
@@ -47,6 +48,7 @@ class PrefillShape:
         heads_per_l2_group: Query heads that are processed together, so that their keys and values stay in L2.
             Without tile lists only.
         block_q: Queries per block of queries, if tile lists distinguish the blocks of a query tile.
+        list_block_size: Number of keys per entry of the tile lists if several entries fill a tile, else None.
     """
 
     q_heads: int
@@ -55,6 +57,7 @@ class PrefillShape:
     cache_tiling: CacheTiling | None
     heads_per_l2_group: int
     block_q: int | None = None
+    list_block_size: int | None = None
 
 
 class QuantizedKV(NamedTuple):
@@ -91,6 +94,9 @@ class PrefillSpec:
         acc_shape: Shape of one chunk of a warpgroup's output.
         num_warpgroups: Number of warpgroups: the computing ones, the loading one and, for 8 bits, two that
             dequantize.
+        run_length: Number of consecutive keys in a tile: those of a list entry, of which several may fill a
+            tile, or those of the tile.
+        runs_per_tile: Number of runs of consecutive keys that fill a tile.
         num_copies: Number of TMA copies that fill a stage of keys, or of values.
         work_tiles_per_query_tile: Number of work tiles per query tile: one per head, or per group of packed
             heads.
@@ -128,6 +134,8 @@ class PrefillSpec:
     s_shape: tuple[int, int] = dataclasses.field(init=False)
     acc_shape: tuple[int, int] = dataclasses.field(init=False)
     num_warpgroups: int = dataclasses.field(init=False)
+    run_length: int = dataclasses.field(init=False)
+    runs_per_tile: int = dataclasses.field(init=False)
     num_copies: int = dataclasses.field(init=False)
     work_tiles_per_query_tile: int = dataclasses.field(init=False)
     has_splits: bool = dataclasses.field(init=False)
@@ -146,7 +154,10 @@ class PrefillSpec:
         has_window = score.window[0] is not None or score.chunk_size is not None
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
         more_columns = SPLIT_COLUMNS if sizes.max_splits > 1 else ()
-        num_copies = (1 if tiling is None else tiling.num_copies) * shape.head.num_chunks
+        run_length = shape.list_block_size or sizes.tile_kv
+        runs_per_tile = sizes.tile_kv // run_length
+        num_copies = (1 if tiling is None else tiling.num_copies) * runs_per_tile * shape.head.num_chunks
+        list_columns = LIST_COLUMNS if runs_per_tile == 1 else PACKED_LIST_COLUMNS
         num_warpgroups = sizes.warpgroups
         if not sizes.per_warp_mma:
             num_warpgroups += 1 if self.quantized is None else 3
@@ -175,6 +186,8 @@ class PrefillSpec:
             s_shape=(M, sizes.tile_kv),
             acc_shape=(M, shape.head.width),
             num_warpgroups=num_warpgroups,
+            run_length=run_length,
+            runs_per_tile=runs_per_tile,
             num_copies=num_copies,
             work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
             has_splits=sizes.max_splits > 1,
@@ -186,7 +199,7 @@ class PrefillSpec:
             and not sizes.per_warp_mma,
             waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
             score_factor=score_factor,
-            table_columns=(*COLUMNS, *(LIST_COLUMNS if self.has_lists else more_columns)),
+            table_columns=(*COLUMNS, *(list_columns if self.has_lists else more_columns)),
             load_registers=load,
             compute_registers=compute,
         )
@@ -199,9 +212,10 @@ class PrefillScheduleRefs(NamedTuple):
     Attributes:
         table: One row per query tile [tiles, columns] with schedule.COLUMNS; with KV splits one row per
             split, extended by schedule.SPLIT_COLUMNS; with tile lists one row per work tile, extended by
-            schedule.LIST_COLUMNS.
+            schedule.LIST_COLUMNS or PACKED_LIST_COLUMNS.
         num_valid: Number of valid rows of the table, [1].
-        entries: Lists of KV tiles [lists, max_list]; None if every KV tile that the score leaves is visited.
+        entries: Lists of KV tiles, or of blocks of `list_block_size` keys [lists, max_list]; None if every KV
+            tile that the score leaves is visited.
     """
 
     table: Ref

@@ -1,20 +1,25 @@
-"""Tile lists: the KV tiles that each query tile and head attends to.
+"""Tile lists: the KV tiles, or the blocks of keys, that each query tile and head attends to.
 
 Without lists, a work tile (a query tile of one head) loops over all KV tiles from its first visible key to
 its last one. With lists, it loops over the KV tiles of its list: first the partial tiles, which need the
-mask, then the full tiles.
+mask, then the full tiles. The entries of a list may be blocks smaller than a tile: then a tile holds any
+listed blocks, one after the other, and the first tile those that are left over.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32, UInt
 
-from pallas_kernels.list_tiles import list_tiles
+from pallas_kernels.list_tiles import ListedTiles, list_tiles
 from pallas_kernels.ptx import tile_order
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
 from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs
+
+LIST_BLOCK_SIZES = (16, 32, 64)  # keys per list entry if several entries fill a tile
 
 
 def num_query_blocks(tile_q: int, block_q: int) -> int:
@@ -26,13 +31,13 @@ class PrefillTileLists(NamedTuple):
     """Work tiles of a step in processing order, with their lists of KV tiles.
 
     Attributes:
-        table: One row per work tile: COLUMNS of its query tile, then LIST_COLUMNS. Rows from `num_valid` on
-            are undefined.
+        table: One row per work tile: COLUMNS of its query tile, then LIST_COLUMNS, or PACKED_LIST_COLUMNS if
+            several entries fill a tile. Rows from `num_valid` on are undefined.
         num_valid: Number of work tiles.
         entries: One list per row: partial tiles in descending order, then full tiles. The low bits of an
-            entry are the index of the KV tile. Bit QUERY_BLOCK_SHIFT + n says whether the n-th query block of
-            the query tile attends to it.
-        built_for: Static arguments that the schedule of these lists was built for.
+            entry are the index of the KV tile, or block. Bit QUERY_BLOCK_SHIFT + n says whether the n-th
+            query block of the query tile attends to it.
+        built_for: Static arguments that the schedule of these lists was built for, and list_block_size.
     """
 
     table: Int32[Array, "work_tiles columns"]
@@ -49,7 +54,11 @@ def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> 
 
 
 def make_tile_lists(
-    schedule: PrefillSchedule, codes: UInt[Array, "tiles q_heads kv_tiles"], *, sets: int = 1
+    schedule: PrefillSchedule,
+    codes: UInt[Array, "tiles q_heads kv_tiles"],
+    *,
+    sets: int = 1,
+    list_block_size: int | None = None,
 ) -> PrefillTileLists:
     """Build the tile lists for the query tiles of a schedule.
 
@@ -59,14 +68,41 @@ def make_tile_lists(
             invalid query tiles and for KV tiles outside of the request, and not full for tiles that contain
             rows outside of the request.
         sets: Number of sets of heads that are processed one after the other. Static.
+        list_block_size: Number of keys per code if `codes` describe blocks of which several fill a tile of
+            the schedule's sizes; None if they describe tiles. Static.
     """
-    if codes.shape[2] == 0:  # no keys: add one empty tile
-        codes = jnp.pad(codes, ((0, 0), (0, 0), (0, 1)))
+    built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
+    blocks_per_tile = 1 if list_block_size is None else built_for.sizes.tile_kv // list_block_size
+    # Add empty tiles, so that the entries of a tile exist in a list of any length.
+    num_added = max(blocks_per_tile - codes.shape[2], 0)
+    if num_added:
+        codes = jnp.pad(codes, ((0, 0), (0, 0), (0, num_added)))
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
-    arrays = schedule.table, schedule.num_valid, *listed
+    first_columns, *counts = listed
+    if blocks_per_tile > 1:
+        num_missing, *counts = _pack_blocks(listed, blocks_per_tile)
+        first_columns, kv_tiles = num_missing[:, None], -(-kv_tiles // blocks_per_tile)
     sort: Callable[..., Any] = tile_order.sort_work_tiles.by_platform
     if not tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=kv_tiles):
         sort = tile_order.sort_work_tiles.fallback
-    table, num_valid = sort(*arrays, columns=len(COLUMNS), sets=sets)
-    return PrefillTileLists(table, num_valid, listed.entries, schedule.built_for)
+    table, num_valid = sort(
+        schedule.table, schedule.num_valid, first_columns, *counts,
+        columns=len(COLUMNS), sets=sets, max_len=kv_tiles,
+    )  # fmt: skip
+    return PrefillTileLists(table, num_valid, listed.entries, built_for)
+
+
+def _pack_blocks(listed: ListedTiles, blocks_per_tile: int) -> tuple[Array, Array, Array]:
+    """Return how many blocks the first tile of each list lacks, and the numbers of partial and full tiles.
+
+    The first tile is always masked, so that missing blocks there cost least. It holds the request's last
+    block if that is listed.
+    """
+    num_blocks = listed.num_partial + listed.num_full
+    num_missing = -num_blocks & (blocks_per_tile - 1)
+    num_tiles, num_partial = (
+        lax.div(num + num_missing + (blocks_per_tile - 1), jnp.full_like(num, blocks_per_tile))
+        for num in (num_blocks, listed.num_partial)
+    )
+    return num_missing, num_partial, num_tiles - num_partial

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
+from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.score_mod import PairValue, ScoreTile
 from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.memory import ALIGN
@@ -18,6 +19,7 @@ from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, vis
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, M, PrefillScheduleRefs, PrefillSpec
 
+NO_KEY = 2**30  # position of the keys of runs that a tile lacks: after the end of every request
 # Columns of the table that loads and masks of KV tiles use.
 KV_TILE_COLUMNS = ("req", "position", "seq_len", "first_visible_key", "kv_start", "list")
 
@@ -40,10 +42,13 @@ class PrefillWorkTile:
         num: Number of KV tiles.
         alignment_offset: Number of rows between the start of KV tile 0 and the request's first key.
         entries: The tile lists, or None.
+        run_length: Number of keys per entry, see PrefillSpec. Static.
+        runs_per_tile: Number of entries that fill a tile. Static.
     """
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
-        self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
+        self.column, self.entries = column, entries
+        self.run_length, self.runs_per_tile = spec.run_length, spec.runs_per_tile
         self.head, self.work_tiles_per_kv_head = head, spec.shape.group // spec.sizes.pack_gqa
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
@@ -60,7 +65,7 @@ class PrefillWorkTile:
             self.end_key_with_block = jnp.maximum(column("seq_len"), 0)
         is_packed = spec.shape.cache_tiling is None
         self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
-        self.first, self.num = kv_tile_range(low, high, self.alignment_offset, self.tile_kv)
+        self.first, self.num = kv_tile_range(low, high, self.alignment_offset, spec.sizes.tile_kv)
         if spec.has_lists:
             self.num = column("num")
         if spec.has_splits:
@@ -74,12 +79,21 @@ class PrefillWorkTile:
         """Return the i-th entry of the tile list or, without lists, the index of the i-th KV tile."""
         return self.first + i if self.entries is None else self.entries[self.column("list"), i]
 
-    def first_entry(self) -> Scalar:
-        """Return entry 0 without reading the list."""
-        return self.first if self.entries is None else self.column("first_entry")
+    def tile_entries(self, i: Scalar) -> tuple[Scalar, ...]:
+        """Return the entries of the i-th KV tile, with entry 0 for those that the first tile lacks."""
+        if self.runs_per_tile == 1:
+            return (self.entry(i),)
+        first = i * self.runs_per_tile - self.column("num_missing")
+        return tuple(self.entry(jnp.maximum(first + run, 0)) for run in range(self.runs_per_tile))
+
+    def first_entries(self) -> tuple[Scalar, ...]:
+        """Return the entries of the first KV tile. A single entry comes from the table, not from the list."""
+        if self.runs_per_tile > 1:
+            return self.tile_entries(jnp.int32(0))
+        return (self.first if self.entries is None else self.column("first_entry"),)
 
     def kv_tile_index(self, entry: Scalar) -> Scalar:
-        """Return the index of an entry's KV tile."""
+        """Return the index of an entry's KV tile, or block of keys."""
         return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
 
@@ -256,10 +270,13 @@ class QueryRows:
             is_first: Whether it is the rows' first tile, which is entry 0 of a tile list. Static.
         """
         if is_first:
-            return KvTile(self, self.work_tile.first_entry() + i, masked_ends)
+            # Without lists, i may exceed 0; lists start with tile 0.
+            entries = self.work_tile.first_entries()
+            entries = (entries[0] + i,) if len(entries) == 1 else entries
+            return KvTile(self, entries, masked_ends, is_first)
         # Read the entry early, and only if it is used: it comes from global memory.
         is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi or self.spec.has_score_mod
-        return KvTile(self, self.work_tile.entry(i) if is_used else None, masked_ends)
+        return KvTile(self, self.work_tile.tile_entries(i) if is_used else (), masked_ends)
 
     def kv_tile_range(self) -> KvTileRange:
         """Return the range of KV tiles that the rows attend to, and the range of those that need no mask."""
@@ -302,34 +319,64 @@ class KvTile(NamedTuple):
 
     Attributes:
         rows: Query rows of the warpgroup.
-        entry: Entry of the tile list, or index of the KV tile without lists; None if it is not used.
+        entries: Entries of the tile list, one per run of consecutive keys, or index of the KV tile without
+            lists; () if they are not used.
         masked_ends: Which ends of the visible range may lie in the tile.
+        is_first: Whether it is the first tile of a list, whose first runs may be missing. Static.
     """
 
     rows: QueryRows
-    entry: Scalar | None
+    entries: tuple[Scalar, ...]
     masked_ends: MaskedEnds
+    is_first: bool = False
 
     def first_key(self) -> Scalar:
-        """Return the position of the tile's first key."""
-        assert self.entry is not None
+        """Return the position of the first key of a tile of consecutive keys."""
+        (start,) = self.run_starts()
+        return start
+
+    def run_starts(self) -> tuple[Scalar, ...]:
+        """Return the position of the first key of each run of consecutive keys; NO_KEY for missing runs."""
         work_tile = self.rows.work_tile
-        return work_tile.kv_tile_index(self.entry) * work_tile.tile_kv - work_tile.alignment_offset
+        starts = [
+            work_tile.kv_tile_index(entry) * work_tile.run_length - work_tile.alignment_offset
+            for entry in self.entries
+        ]
+        if self.is_first and len(starts) > 1:
+            num_missing = work_tile.column("num_missing")
+            *others, last = starts  # the last run is never missing
+            starts = [jnp.where(run < num_missing, NO_KEY, start) for run, start in enumerate(others)]
+            starts.append(last)
+        return tuple(starts)
+
+    def run_pairs(self, columns: Callable[[], Tile]) -> tuple[PairTile, ...]:
+        """Return the pairs of each run, see `pairs`; a run of 16 keys comes with the 16 keys after it."""
+        spec = self.rows.spec
+        first_query, shape = self._first_query(), (spec.s_shape[0], max(spec.run_length, WORD_BITS))
+        return tuple(self._pairs(first_query, key, columns, shape) for key in self.run_starts())
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
-        """Return the (query, key) pairs of the tile, which mask functions take.
+        """Return the (query, key) pairs of a tile of consecutive keys, which mask functions take.
 
         Args:
             columns: Function that returns the index of each key within the tile, f32 [64, tile_kv].
         """
-        rows, spec = self.rows, self.rows.spec
+        return self._pairs(self._first_query(), self.first_key(), columns, self.rows.spec.s_shape)
+
+    def _first_query(self) -> Scalar:
+        return self.rows.work_tile.column("position") + self.rows.rank * self.rows.tokens
+
+    def _pairs(
+        self, first_query: Scalar, first_key: Scalar, columns: Callable[[], Tile], shape: tuple[int, int]
+    ) -> PairTile:
+        spec = self.rows.spec
         assert spec.sizes.pack_gqa == 1 or not spec.has_lists  # Masks are evaluated for one head.
         return PairTile(
-            head=rows.work_tile.head,
-            first_query=rows.work_tile.column("position") + rows.rank * rows.tokens,
-            first_key=self.first_key(),
+            head=self.rows.work_tile.head,
+            first_query=first_query,
+            first_key=first_key,
             columns=columns,
-            shape=spec.s_shape,
+            shape=shape,
             interpret=spec.interpret,
         )
 

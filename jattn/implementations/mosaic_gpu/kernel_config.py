@@ -45,6 +45,7 @@ class PrefillKernelConfig:
     Attributes:
         sizes: Tile sizes and resources that the kernel is compiled for.
         has_lists: Whether the kernel visits the KV tiles of a list.
+        list_block_size: Number of keys per listed block if tiles hold several listed blocks, else None.
         is_packed: Whether keys are outside a paged cache.
         uses_cache_read: Whether cache_read dequantizes an 8-bit cache before the kernel runs.
         dequantizes: Whether the kernel itself dequantizes an 8-bit cache.
@@ -54,6 +55,7 @@ class PrefillKernelConfig:
 
     sizes: varlen_prefill.PrefillSizes
     has_lists: bool = False
+    list_block_size: int | None = None
     is_packed: bool = False
     uses_cache_read: bool = False
     dequantizes: bool = False
@@ -68,6 +70,8 @@ class PrefillKernelConfig:
     def __str__(self) -> str:
         first = "cache_read, " if self.uses_cache_read else ""
         over = " over lists of tiles" if self.has_lists else " over 8 bits" if self.dequantizes else ""
+        if self.list_block_size is not None:
+            over = f" over lists of blocks of {self.list_block_size}"
         return f"{first}varlen_prefill{over}"
 
     @property

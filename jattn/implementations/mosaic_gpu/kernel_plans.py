@@ -86,7 +86,7 @@ def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...
     layer_key = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
     list_key = layer_key if kernel.has_lists else ()
     split_key = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
-    return "prefill", list_key, split_key, *mask, kernel.sizes, kernel.has_lists
+    return "prefill", list_key, split_key, *mask, kernel.sizes, kernel.has_lists, kernel.list_block_size
 
 
 def plan_decode_kernel(
@@ -175,5 +175,5 @@ def plan_prefill_kernel(
             is_packed=kernel.is_packed,
             is_prefill=metadata.bucket.max_decodes == 0,
         )
-        mask_plan = tile_lists.plan_mask(mask, spec, schedule, kernel.sizes, bounds)
+        mask_plan = tile_lists.plan_mask(mask, spec, schedule, kernel.sizes, bounds, kernel.list_block_size)
     return PrefillKernelPlan(schedule=schedule, mask=mask_plan, columns=columns)

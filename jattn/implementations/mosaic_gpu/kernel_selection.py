@@ -17,6 +17,7 @@ from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.score_mod import why_no_kernel
+from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES
 
 
 def choose_kernel(
@@ -114,9 +115,21 @@ def _choose_prefill(
     if reason is not None:
         return reason
     if mask is not None:
-        sizes = sparse_sizes(spec, mask, gpu)
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
+        # A score function needs a tile's keys to be consecutive.
+        if layer.score_function is None and (is_packed or region.block_size >= min(LIST_BLOCK_SIZES)):
+            packed = tile_lists.packed_sizes(mask, spec, list_bounds, gpu)
+            if packed is not None:
+                sizes, list_block_size = packed
+                return PrefillKernelConfig(
+                    sizes=sizes,
+                    has_lists=True,
+                    list_block_size=list_block_size,
+                    is_packed=is_packed,
+                    uses_cache_read=is_quantized,
+                )
+        sizes = sparse_sizes(spec, mask, gpu)
         reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
         if reason is not None:
             return reason

@@ -40,6 +40,9 @@ def attend_prefill(
     if kernel.columns_sizes is not None and alibi_slopes is not None:
         # The kernel adds ALiBi by the index of a key, which is not the position of a gathered key.
         kernel, kernel_plan = dataclasses.replace(kernel, columns_sizes=None), None
+    if kernel.list_block_size is not None and alibi_slopes is not None:
+        # ALiBi needs the keys of a tile to be consecutive.
+        kernel, kernel_plan = dataclasses.replace(kernel, list_block_size=None), None
     if kernel_plan is None:
         starts, max_seq_len = None, None
         if isinstance(kv, PackedKV):

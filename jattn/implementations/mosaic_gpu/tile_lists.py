@@ -1,6 +1,7 @@
 """Masks of a kernel call: the tiles that a mask leaves, and the mask of the pairs in partial tiles."""
 
 import functools
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
+    LIST_BLOCK_SIZES,
+    WORD_BITS,
+    Joined,
     KernelMask,
     MaskBlocks,
     PrefillSchedule,
@@ -46,9 +50,9 @@ class MaskBounds(NamedTuple):
     is_packed: bool = False
     is_prefill: bool = True
 
-    def max_kv_tiles(self, sizes: PrefillSizes) -> int:
-        """Return the maximum number of KV tiles per request."""
-        return -(-(self.max_seq_len + (ALIGN - 1) * self.is_packed) // sizes.tile_kv)
+    def max_kv_tiles(self, tile_kv: int) -> int:
+        """Return the maximum number of tiles, or blocks, of `tile_kv` keys per request."""
+        return -(-(self.max_seq_len + (ALIGN - 1) * self.is_packed) // tile_kv)
 
 
 @pytree
@@ -80,16 +84,23 @@ class MaskFactors(NamedTuple):
     block_q: int | None
 
 
-def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds) -> MaskFactors:
-    """Split a mask into a part evaluated pair by pair and masks of blocks that KV tiles do not cut."""
+def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int) -> MaskFactors:
+    """Split a mask into a part evaluated pair by pair and masks of blocks that list entries do not cut.
+
+    Args:
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        sizes: Sizes of the kernel.
+        bounds: Static bounds of the call.
+        keys: Number of keys per list entry.
+    """
     pairs: list[Mask] = []
     blocks: list[Mask] = []
     block_q: int | None = None
     for factor in factors(mask):
-        queries, keys = factor.block_shape or (None, 0)
+        queries, block_kv = factor.block_shape or (None, 0)
         if (
-            keys
-            and keys % sizes.tile_kv == 0
+            block_kv
+            and block_kv % keys == 0
             and not (factor.is_static or bounds.is_packed)
             and (block_q is None or queries in (None, block_q))
             and (queries is None or num_query_blocks(sizes.tile_q, queries) <= MAX_QUERY_BLOCKS)
@@ -118,6 +129,52 @@ def kernel_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelT
     return KernelTiling(num_heads, prefill.WARPGROUP_ROWS, keys, *bounds)
 
 
+def block_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTiling:
+    """Return the tiles in which varlen_prefill evaluates a mask over lists of blocks of `keys` keys."""
+    tiling = kernel_tiling(spec, max(keys, WORD_BITS), bounds)
+    return tiling._replace(is_packed=bounds.is_packed or keys < WORD_BITS, needs_words=True)
+
+
+def packed_sizes(
+    mask: Mask, spec: AttentionSpec, bounds: MaskBounds, gpu: str
+) -> tuple[PrefillSizes, int] | None:
+    """Return sizes for tiles that hold several blocks of a mask, and the keys per block.
+
+    None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
+
+    Args:
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        spec: Attention of the layer.
+        bounds: Static bounds of the call.
+        gpu: Compute capability that the kernel is built for.
+    """
+    shapes = [factor.block_shape for factor in factors(mask) if not factor.is_static]
+    keys = math.gcd(*[shape[1] for shape in shapes if shape is not None])
+    # The bits of a batch-invariant row must not depend on the blocks that other rows of its tile select.
+    if keys not in LIST_BLOCK_SIZES or spec.batch_invariant:
+        return None
+    blocks = mask_blocks(mask)._replace(keys=())
+    sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
+    if sizes.per_warp_mma or keys >= sizes.tile_kv or bounds.max_kv_tiles(keys) > MAX_TILES:
+        return None
+    pairs = split_factors(mask.for_kernels(), sizes, bounds, keys).pairs
+    tiling = block_tiling(spec, keys, bounds)
+    return (sizes, keys) if pairs is None or _has_words(pairs, tiling) else None
+
+
+def _has_words(mask: Mask, tiling: KernelTiling) -> bool:
+    """Return whether a kernel can evaluate a mask as words."""
+    if mask.why_no_kernel(tiling) is not None:
+        return False
+    return bool(jax.eval_shape(lambda mask: word_mask(mask, tiling), mask).is_words)
+
+
+def word_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
+    """Return the mask that a kernel evaluates as words, if `is_words`; see kernel_mask."""
+    operands = tuple(factor.kernel_mask(tiling) for factor in factors(mask))
+    return operands[0] if len(operands) == 1 else Joined(operands=operands, is_union=False)
+
+
 def backward_tiling(spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_len: int) -> KernelTiling:
     """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask."""
     num_heads = spec.num_q_heads, spec.num_kv_heads
@@ -133,15 +190,20 @@ def kernel_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
 
 def why_not_lists(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds) -> str | None:
     """Return why varlen_prefill does not support a mask; None if it does."""
-    num = bounds.max_kv_tiles(sizes)
+    num = bounds.max_kv_tiles(sizes.tile_kv)
     if num > MAX_TILES:
         return f"tile lists of {num} tiles of {sizes.tile_kv} keys exceed the maximum of {MAX_TILES} tiles"
-    pairs = split_factors(mask, sizes, bounds).pairs
+    pairs = split_factors(mask, sizes, bounds, sizes.tile_kv).pairs
     return None if pairs is None else pairs.why_no_kernel(kernel_tiling(spec, sizes.tile_kv, bounds))
 
 
 def plan_mask(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
+    mask: Mask,
+    spec: AttentionSpec,
+    schedule: PrefillSchedule,
+    sizes: PrefillSizes,
+    bounds: MaskBounds,
+    list_block_size: int | None = None,
 ) -> MaskPlan:
     """Build the tile lists and the pair mask of a call of varlen_prefill. Works inside jit.
 
@@ -151,9 +213,11 @@ def plan_mask(
         schedule: Schedule with the query tiles.
         sizes: Sizes of the kernel.
         bounds: Static bounds of the call.
+        list_block_size: Number of keys per listed block, from packed_sizes; None lists tiles.
     """
-    parts = split_factors(mask.for_kernels(), sizes, bounds)
-    query_tiles = _QueryTilePositions(schedule, spec, sizes, bounds)
+    keys = list_block_size or sizes.tile_kv
+    parts = split_factors(mask.for_kernels(), sizes, bounds, keys)
+    query_tiles = _QueryTilePositions(schedule, spec, (sizes.tile_q, keys), bounds)
     numbers = spec.mask_of_numbers if parts.pairs is None else spec.mask_of_numbers & parts.pairs
     any_visible, all_visible = query_tiles.coverage(numbers, query_tiles.first, query_tiles.last)
     all_visible &= query_tiles.is_inside()[:, None, :]
@@ -168,9 +232,13 @@ def plan_mask(
     # query tiles remain to keep all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    lists = make_tile_lists(schedule, encode_tiles(any_visible, all_visible, visible_by_block), sets=sets)
-    tiling = kernel_tiling(spec, sizes.tile_kv, bounds)
-    pair_mask = None if parts.pairs is None else kernel_mask(parts.pairs, tiling)
+    codes = encode_tiles(any_visible, all_visible, visible_by_block)
+    lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
+    pair_mask = None
+    if parts.pairs is not None and list_block_size is not None:
+        pair_mask = word_mask(parts.pairs, block_tiling(spec, keys, bounds))
+    elif parts.pairs is not None:
+        pair_mask = kernel_mask(parts.pairs, kernel_tiling(spec, keys, bounds))
     return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
 
 
@@ -253,7 +321,8 @@ def packed_codes(
     mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
     """Return the bits of `encode_tiles` for each query tile and packed KV tile; see plan_mask."""
-    query_tiles = _QueryTilePositions(schedule, spec, sizes, bounds)
+    size = sizes.tile_q, sizes.tile_kv
+    query_tiles = _QueryTilePositions(schedule, spec, size, bounds)
     any_visible, all_visible = query_tiles.coverage(
         spec.mask_of_numbers & mask, query_tiles.first, query_tiles.last
     )
@@ -263,19 +332,20 @@ def packed_codes(
 class _QueryTilePositions:
     """Positions of the first and last query of each query tile of a schedule.
 
-    Positions are negative where a request has more queries than keys.
+    Positions are negative where a request has more queries than keys. `size` is the number of queries per
+    query tile and of keys per list entry.
     """
 
     def __init__(
-        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds
+        self, schedule: PrefillSchedule, spec: AttentionSpec, size: tuple[int, int], bounds: MaskBounds
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
-        self._max_kv_tiles = bounds.max_kv_tiles(sizes)
-        self._spec, self._sizes, self._is_prefill = spec, sizes, bounds.is_prefill
+        self._max_kv_tiles = bounds.max_kv_tiles(size[1])
+        self._spec, self._size, self._is_prefill = spec, size, bounds.is_prefill
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """Return how much of each KV tile is visible to the queries from first to last."""
@@ -286,7 +356,7 @@ class _QueryTilePositions:
             num_queries=last - first + 1,
             seq_lens=self._seq_lens,
             num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
-            size=(self._sizes.tile_q, self._sizes.tile_kv),
+            size=self._size,
             max_kv_tiles=self._max_kv_tiles,
             alignment_offset=self._alignment_offset,
             is_prefill=self._is_prefill,
@@ -299,13 +369,13 @@ class _QueryTilePositions:
             return [(self.first, self.last)]
         begins = [
             (self.first // block_q + index) * block_q
-            for index in range(num_query_blocks(self._sizes.tile_q, block_q))
+            for index in range(num_query_blocks(self._size[0], block_q))
         ]
         return [(jnp.maximum(x, self.first), jnp.minimum(x + (block_q - 1), self.last)) for x in begins]
 
     def is_inside(self) -> Any:
         """Return which KV tiles lie entirely within the request's keys: [query tiles, max_kv_tiles]."""
-        tile_kv = self._sizes.tile_kv
+        tile_kv = self._size[1]
         first_key = jnp.arange(self._max_kv_tiles, dtype=jnp.int32)[None, :] * tile_kv
         if self._alignment_offset is not None:
             first_key = first_key - self._alignment_offset[:, None]

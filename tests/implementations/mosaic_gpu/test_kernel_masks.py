@@ -247,12 +247,15 @@ def test_block_masks_that_fit_the_tiles_are_separated_from_other_factors():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
     fine, coarse = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
     sizes, strided = PrefillSizes(tile_kv=64), jattn.LocalStrided()
-    parts = split_factors(strided & block & fine & coarse & masks.Sinks(9), sizes, MaskBounds(256))
+    parts = split_factors(
+        strided & block & fine & coarse & masks.Sinks(9), sizes, MaskBounds(256), sizes.tile_kv
+    )
     assert parts.pairs == strided & fine & coarse & masks.Sinks(9)
     assert parts.blocks == block
     assert parts.block_q == 64
-    assert split_factors(block, sizes, MaskBounds(256, is_packed=True)).pairs == block
-    assert split_factors(block, PrefillSizes(tile_kv=128), MaskBounds(256)).pairs == block
+    assert split_factors(block, sizes, MaskBounds(256, is_packed=True), 64).pairs == block
+    assert split_factors(block, PrefillSizes(tile_kv=128), MaskBounds(256), 128).pairs == block
+    assert split_factors(fine, PrefillSizes(tile_kv=128), MaskBounds(256), 32).blocks == fine
 
 
 @pytest.mark.parametrize("key_array", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])

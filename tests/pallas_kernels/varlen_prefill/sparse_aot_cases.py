@@ -60,6 +60,14 @@ MASKS = {
         )
     ),
 }
+# Block masks of which a tile of keys holds several blocks.
+PACKED_MASKS = {
+    "blocks_128_64": lambda: block_mask(128, 64, num_blocks=256),
+    "blocks_128_32": lambda: block_mask(128, 32, num_blocks=512),
+    "blocks_128_16": lambda: block_mask(128, 16, num_blocks=1024),
+    "blocks_64_16": lambda: block_mask(64, 16, num_blocks=1024),
+    "rows_32": lambda: block_mask(1, 32, heads=1, num_blocks=16384),
+}
 USER_MASKS = {
     "key_ranges": lambda: jax.eval_shape(
         lambda: KeyRanges(begin=jnp.zeros((2, 16384), jnp.int32), end=jnp.zeros((2, 16384), jnp.int32))
@@ -84,7 +92,7 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
         "query": jax.ShapeDtypeStruct((8192, 32, head_dim), jnp.bfloat16),
         "kv": cache,
         "metadata": metadata,
-        "mask": (MASKS | USER_MASKS)[mask_name](),
+        "mask": (MASKS | PACKED_MASKS | USER_MASKS)[mask_name](),
         "sinks": per_head if has_sinks else None,
         "alibi_slopes": per_head if has_alibi else None,
     }
@@ -98,6 +106,8 @@ def aot_cases():
     every += [("blocks_128", spec, 16, 128) for spec in SPECS]
     every += [(mask, spec, 64, 64) for mask in ("local_strided", "vertical_slash") for spec in SPECS]
     every += [("key_ranges", "plain", 16, 128), ("key_ranges", "encoder", 64, 64)]
+    every += [(mask, "plain", 16, 128) for mask in PACKED_MASKS]
+    every += [(mask, "window_sinks", 64, 64) for mask in PACKED_MASKS]
     return {
         f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every

@@ -349,7 +349,7 @@ def lists_of_any_lengths(tiles, heads, max_len, num_valid):
 def test_work_tiles_sorted_by_the_kernel_equal_those_of_xla(tiles, heads, max_len, num_valid, sets):
     arrays = lists_of_any_lengths(tiles, heads, max_len, num_valid)
     assert tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=max_len)
-    static = {"columns": len(COLUMNS), "sets": sets}
+    static = {"columns": len(COLUMNS), "sets": sets, "max_len": max_len}
     table, count = jax.jit(functools.partial(tile_order.sort_work_tiles.on_gpu, **static))(*arrays)
     expected, want_count = jax.jit(functools.partial(tile_order.sort_work_tiles.fallback, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)

@@ -1,0 +1,233 @@
+"""varlen_prefill over lists of blocks that are smaller than a tile, against the float64 oracle."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import jattn
+from jattn import masks
+from jattn.batch.metadata import abstract_metadata
+from jattn.implementations.layer_config import layer_config, region_sizes
+from jattn.implementations.mosaic_gpu import choose_kernel
+from pallas_kernels.list_tiles import encode_tiles
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import (
+    BlockBits,
+    BlockBitWords,
+    PairTile,
+    PrefillSizes,
+    make_schedule,
+    make_tile_lists,
+)
+from pallas_kernels.varlen_prefill import sizes as sizes_module
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
+from tests import contract
+from tests.contract import FACTORS
+from tests.covering_array import covering_array
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
+from tests.regions import attend_region, kernel_for
+
+# Requests that start inside 8 rows and inside blocks, of several tiles, of one token, without tokens.
+REGIONS = {
+    "prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1),
+    "behind": ([70, 3, 131], [370, 130, 332], 1),
+    "prompt_206": ([206], [206], 1),
+    "neighbours": ([13, 200], [13, 200], 1),
+}
+RNG = np.random.default_rng(0)
+WIDE_32, WIDE_16, WIDE_64 = (
+    RNG.random((heads, 3, 384 // keys)) < 0.4 for heads, keys in ((4, 32), (2, 16), (4, 64))
+)
+OWN_16, SMALL_32 = RNG.random((4, 2, 24, 24)) < 0.3, RNG.random((4, 12, 12)) < 0.4
+ROWS_32 = RNG.random((2, 384, 12)) < 0.3
+ALL_32 = RNG.random((4, 4, 1, 12)) < 0.4
+DOCUMENTS = np.cumsum(RNG.random((4, 384)) < 0.02, axis=1).astype(np.int32)
+
+
+def block_mask(blocks, block_q, block_kv):
+    return masks.BlockMask(blocks=blocks, block_q=block_q, block_kv=block_kv)
+
+
+MASKS = {
+    "128_32": (block_mask(WIDE_32, 128, 32), lambda r, h, i, j: WIDE_32[h, i // 128, j // 32]),
+    "128_16": (block_mask(WIDE_16, 128, 16), lambda r, h, i, j: WIDE_16[h // 2, i // 128, j // 16]),
+    "128_64": (block_mask(WIDE_64, 128, 64), lambda r, h, i, j: WIDE_64[h, i // 128, j // 64]),
+    "16_16": (block_mask(OWN_16, 16, 16), lambda r, h, i, j: OWN_16[r, h // 2, i // 16, j // 16]),
+    "32_32": (block_mask(SMALL_32, 32, 32), lambda r, h, i, j: SMALL_32[h, i // 32, j // 32]),
+    "1_32": (block_mask(ROWS_32, 1, 32), lambda r, h, i, j: ROWS_32[h // 2, i, j // 32]),
+    "all_32": (block_mask(ALL_32, None, 32), lambda r, h, i, j: ALL_32[r, h, 0, j // 32]),
+    "documents_32": (
+        block_mask(WIDE_32, 128, 32) & masks.Document(ids=DOCUMENTS) & masks.Causal(),
+        lambda r, h, i, j: WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j] and j <= i,
+    ),
+}
+CHOICES = {
+    "mask": list(MASKS),
+    "region": ["prompts", "behind"],
+    "causal": [True, False],
+    "window": [None, (200, None)],
+    "soft_cap": [None, 5.0],
+    "sinks": [False, True],
+    "head_dim": [64, 128],
+    "dtype": ["bfloat16", "float16"],
+    "kv": ["NHD", "HND", "no_cache"],
+    "block_size": [16, 64],
+}
+CASES = covering_array(CHOICES, lambda case: True)
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+@pytest.fixture(autouse=True)
+def _few_thread_blocks(request, monkeypatch):
+    """Use few thread blocks, since idle ones take time in interpret mode."""
+    if "gpu" not in request.keywords:
+        few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
+        monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
+
+
+@pytest.fixture(autouse=True)
+def _regions(monkeypatch):
+    monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
+
+
+def solved(case, interpret=None, *, is_sparse=False):
+    """Check the region's outputs over packed blocks; with `is_sparse` only listed blocks contain numbers."""
+    mask, rule = MASKS[case["mask"]]
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    case = (
+        plain | {"heads": (4, 2), "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "kv": "NHD"} | case
+    )
+    list_block_size = int(case["mask"].rpartition("_")[2])
+    problem = TileListCase(case, mask=rule, sparse_tile_kv=list_block_size if is_sparse else None)
+    region = problem.metadata.prefill_region
+    query = jnp.asarray(problem.query)
+    kernel = kernel_for(query, problem.kv, region, problem.spec, mask)
+    assert kernel.list_block_size == list_block_size
+    assert str(kernel) == f"varlen_prefill over lists of blocks of {list_block_size}"
+    run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
+    sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
+    out, lse = jax.jit(run)(query=query, kv=problem.kv, metadata=region, mask=mask, sinks=sinks)
+    problem.check(out, lse)
+
+
+def test_unlisted_blocks_are_never_read():
+    solved({"region": "prompt_206", "mask": "128_32", "kv": "HND"}, INTERPRET, is_sparse=True)
+
+
+def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
+    solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_prefill_equals_float64_for_combinations_of_features(case):
+    solved(case, INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_prefill_equals_float64_on_a_gpu(case):
+    solved(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "documents_32"])
+def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
+    case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim}
+    solved(case, is_sparse=True)
+
+
+def test_first_tile_of_a_list_lacks_the_blocks_that_do_not_fill_it():
+    """Four blocks fill a tile. Of lists of 0, 1, 4 and 6 blocks the first 0, 1, 1 and 3 are partial."""
+    block = np.arange(8)[None, :]
+    is_visible = jnp.asarray(block < np.asarray([[0], [1], [4], [6]]))
+    is_full = jnp.asarray(block >= np.asarray([[0], [1], [1], [3]]))
+    sizes = PrefillSizes(tile_kv=128)
+    schedule = make_schedule(
+        jnp.asarray([0, 128]), jnp.asarray([256]), num_tokens=128, score=Score(scale=1.0), sizes=sizes,
+        has_lists=True,
+    )  # fmt: skip
+    codes = jnp.zeros((schedule.table.shape[0], 4, 8), jnp.uint8).at[0].set(encode_tiles(is_visible, is_full))
+    lists = make_tile_lists(schedule, codes, list_block_size=32)
+    names = "head", "num_missing", "num", "num_partial"
+    columns = [len(COLUMNS) + PACKED_LIST_COLUMNS.index(name) for name in names]
+    assert int(lists.num_valid[0]) == 4
+    assert np.asarray(lists.table)[:4, columns].tolist() == [
+        [3, 2, 2, 2],
+        [1, 3, 1, 1],
+        [2, 0, 1, 1],
+        [0, 0, 0, 0],
+    ]
+    np.testing.assert_array_equal(lists.entries[3, :6], [2, 1, 0, 3, 4, 5])
+
+
+class PlainTile(PairTile):
+    """A tile outside of a kernel."""
+
+    row_positions = property(lambda self: self.first_query + jnp.arange(self.shape[0], dtype=jnp.int32))
+
+    def fill_rows(self, x):
+        return jnp.full(self.shape[:1], x)
+
+
+@pytest.mark.parametrize("starts", [[0, 64], [3, 17], [-5, 31]])
+@pytest.mark.parametrize("block_kv", [16, 32, 64])
+def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv):
+    blocks = jnp.asarray(RNG.random((1, 1, 4, 9)) < 0.5)
+    mask = BlockBitWords(
+        words=BlockBits.pack(blocks),
+        first_q_block=None,
+        block_q=64,
+        block_kv=block_kv,
+        group=1,
+        is_aligned=False,
+    )
+    for first_key in starts:
+        tile = PlainTile(
+            head=jnp.int32(0),
+            first_query=jnp.int32(40),
+            first_key=jnp.int32(first_key),
+            columns=lambda: jnp.zeros((64, 64)),
+            shape=(64, 64),
+            interpret=None,
+        )
+        words = np.stack(mask.visible(tile, mask.load(tile, jnp.int32(0))), axis=1).astype(np.uint32)
+        bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(64, 64) != 0
+        keys = first_key + np.arange(64)
+        expected = np.asarray(blocks)[0, 0][(40 + np.arange(64)) // 64][:, np.maximum(keys, 0) // block_kv]
+        np.testing.assert_array_equal(bits, expected & (keys >= 0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "served_by"),
+    [
+        ("128_32", {}, "blocks of 32"),
+        ("1_32", {}, "blocks of 32"),
+        ("128_64", {}, "blocks of 64"),
+        ("documents_32", {}, "blocks of 32"),
+        (block_mask(SMALL_32, 64, 64), {}, "tiles"),  # tiles of 64 queries have 64 keys
+        (block_mask(WIDE_32, 128, 32) & masks.MaskFunction(lambda h, q, k: q != k), {}, "tiles"),
+        (block_mask(WIDE_32, 128, 48), {}, "tiles"),
+        ("128_32", {"batch_invariant": True}, "tiles"),
+        ("128_32", {"gpu": "8.0"}, "tiles"),
+        ("128_32", {"block_size": 8}, "tiles"),
+    ],
+)
+def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by):
+    mask = MASKS[mask][0] if isinstance(mask, str) else mask
+    options = {"batch_invariant": False, "gpu": "9.0", "block_size": 32} | options
+    spec = jattn.AttentionSpec(
+        num_q_heads=4, num_kv_heads=2, head_dim=128, batch_invariant=options["batch_invariant"]
+    )
+    bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=256, max_blocks=8)
+    block_size = options["block_size"]
+    cache = jattn.CacheSpec(num_blocks=64, block_size=block_size, num_kv_heads=2, head_dim=128)
+    (region,) = region_sizes(abstract_metadata(bucket, block_size))
+    kernel = choose_kernel(layer_config(spec, cache), region, mask, options["gpu"])
+    assert str(kernel) == f"varlen_prefill over lists of {served_by}"
