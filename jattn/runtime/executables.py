@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ type Lower = Callable[[Bucket], jax.stages.Lowered]
 type Claim = tuple[Bucket, concurrent.futures.Future[jax.stages.Compiled]]
 
 KERNEL_CALL = "mosaic_gpu_v2"  # the custom call of Mosaic GPU kernels
+NICENESS = 10  # of processes and threads that lower and compile steps
 GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all caches in the process
 
 
@@ -267,10 +269,16 @@ def _result[T](future: concurrent.futures.Future[T]) -> T:
     raise concurrent.futures.CancelledError
 
 
+def _leave_cores() -> None:
+    """Lower the priority of this thread, and of what it starts, below that of threads that run steps."""
+    if sys.platform == "linux":  # Elsewhere threads have no priorities of their own.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 @contextlib.contextmanager
 def _cancelling_pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
-    """Yield a thread pool, whose waiting calls an error cancels."""
-    pool = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
+    """Yield a pool of threads that leave the cores to others, and whose waiting calls an error cancels."""
+    pool = concurrent.futures.ThreadPoolExecutor(max(workers, 1), initializer=_leave_cores)
     try:
         yield pool
     except BaseException:

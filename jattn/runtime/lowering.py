@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.runtime.executables import KERNEL_CALL
+from jattn.runtime.executables import KERNEL_CALL, NICENESS
 from jattn.runtime.host_transfer import TransferLayout
 from pallas_kernels import support
 
@@ -245,7 +245,7 @@ def _start(*, is_urgent: bool) -> subprocess.Popen[bytes]:
     Unless it is urgent, it leaves the cores to other processes.
     """
     code = (
-        f"import os, sys; os.nice({0 if is_urgent else 10}); sys.path[:] = {sys.path}; "
+        f"import os, sys; os.nice({0 if is_urgent else NICENESS}); sys.path[:] = {sys.path}; "
         "import jax; jax.config.update('jax_platforms', 'cpu'); "
         f"from {__name__} import serve; serve()"
     )
