@@ -1,6 +1,7 @@
 """The loading warp of the dq kernel, and its pipeline with separate numbers of stages for keys and values."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -103,11 +104,13 @@ class DqLoader(PrefillLoader):
         head = self.spec.shape.head
         for rank, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0))
-            for chunk in range(head.num_chunks):
+            first_row = jnp.maximum(work_tile.column("first_row") + rank * M, 0)
+            # As many copies as a tile of keys, for which the barrier counts. Both have M rows.
+            for chunk, first in itertools.product(range(head.num_chunks), range(0, M, self.run_length)):
                 index = (work_tile.head, *head.gmem_index(chunk, step * 0))
-                to, full = buffers.tiles.at[stage, chunk], buffers.full.at[stage]
-                copy_rows(out, first_row, index, to, full, num_rows=M)
+                to = buffers.tiles.at[stage, chunk, pl.ds(first, self.run_length)]
+                row, full = align_row(first_row + first), buffers.full.at[stage]
+                copy_rows(out, row, index, to, full, num_rows=self.run_length)
 
     def load_tile(
         self,

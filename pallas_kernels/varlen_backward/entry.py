@@ -1,5 +1,6 @@
 """varlen_backward: gradients of packed attention."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +151,16 @@ def varlen_backward(
     require_built_for("schedule", schedule.built_for, needed)
     rows, meaning = max_tiles(kv_tokens, reqs), f"{kv_tokens} keys of {reqs} requests"
     require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
+    dq_block_size = None
     if lists is not None:
         require_built_for("lists", lists.built_for, needed)
         meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
         require_shape("lists.order", lists.order.shape, (rows * kv_heads,), meaning)
         require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), meaning)
         if lists.dq_lists is not None and schedule.dq_schedule is not None:
-            require_built_for("lists.dq_lists", lists.dq_lists.built_for, schedule.dq_schedule.built_for)
+            dq_block_size = lists.dq_lists.built_for.list_block_size
+            dq_key = dataclasses.replace(schedule.dq_schedule.built_for, list_block_size=dq_block_size)
+            require_built_for("lists.dq_lists", lists.dq_lists.built_for, dq_key)
             rows = schedule.dq_schedule.table.shape[0] * q_heads
             meaning = f"tiles of {tokens} queries, {q_heads} heads"
             require_shape("lists.dq_lists", lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
@@ -219,7 +223,12 @@ def varlen_backward(
         )  # fmt: skip
         head = head_chunks(head_dim)
         shape = PrefillShape(
-            q_heads=q_heads, group=spec.group, head=head, cache_tiling=None, heads_per_l2_group=group_heads
+            q_heads=q_heads,
+            group=spec.group,
+            head=head,
+            cache_tiling=None,
+            heads_per_l2_group=group_heads,
+            list_block_size=dq_block_size,
         )
         dq_spec = PrefillSpec(
             shape=shape, score=score, sizes=sizes.dq_sizes, dtype=spec.dtype,

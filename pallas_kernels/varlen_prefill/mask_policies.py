@@ -452,7 +452,8 @@ class PairBits(KernelMask):
 
 def _quotient(x: Any, size: int) -> Any:
     """Return `x // size` for x >= 0."""
-    return lax.div(x, jnp.full_like(x, size))
+    # full_like of a scalar with an explicit sharding becomes a reshard, which kernels do not support.
+    return lax.div(x, jnp.int32(size) if jnp.ndim(x) == 0 else jnp.full_like(x, size))
 
 
 @policy

@@ -168,6 +168,7 @@ def _call_kernel(
         lists, pair_mask = plan_backward_mask(
             mask, spec, lens, schedule,
             sizes=sizes, num_tokens=query.shape[0], max_seq_len=kv.max_keys_per_row,
+            packs_blocks=alibi_slopes is None and score_mod is None,
         )  # fmt: skip
     if grad_lse is not None:  # the gradient of a row without keys may hold NaN
         grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)

@@ -138,9 +138,9 @@ def block_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTi
 def packed_sizes(
     mask: Mask, spec: AttentionSpec, bounds: MaskBounds, gpu: str
 ) -> tuple[PrefillSizes, int] | None:
-    """Return sizes for tiles that hold several blocks of a mask, and the keys per block.
+    """Return sizes of varlen_prefill for tiles that hold several blocks of a mask, and the keys per block.
 
-    None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
+    None if the kernel visits whole tiles, see packed_block_size.
 
     Args:
         mask: Mask in addition to the spec's window, chunk size and causality.
@@ -148,18 +148,32 @@ def packed_sizes(
         bounds: Static bounds of the call.
         gpu: Compute capability that the kernel is built for.
     """
+    if (
+        spec.batch_invariant
+    ):  # the bits of a row would depend on the blocks that other rows of its tile select
+        return None
+    blocks = mask_blocks(mask)
+    # Tiles may be larger than blocks. Eight blocks of packed keys spill 280 bytes, so tiles of 64 hold four.
+    if not bounds.is_packed or min(blocks.keys, default=0) > min(LIST_BLOCK_SIZES):
+        blocks = blocks._replace(keys=())
+    sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
+    keys = packed_block_size(mask, spec, sizes, bounds)
+    return None if keys is None else (sizes, keys)
+
+
+def packed_block_size(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds) -> int | None:
+    """Return the keys per block of a mask of which tiles hold several blocks; see packed_sizes.
+
+    None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
+    """
     shapes = [factor.block_shape for factor in factors(mask) if not factor.is_static]
     keys = math.gcd(*[shape[1] for shape in shapes if shape is not None])
-    # The bits of a batch-invariant row must not depend on the blocks that other rows of its tile select.
-    if keys not in LIST_BLOCK_SIZES or spec.batch_invariant:
+    if keys not in LIST_BLOCK_SIZES or keys >= sizes.tile_kv or sizes.per_warp_mma:
         return None
-    blocks = mask_blocks(mask)._replace(keys=())
-    sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
-    if sizes.per_warp_mma or keys >= sizes.tile_kv or bounds.max_kv_tiles(keys) > MAX_TILES:
+    if bounds.max_kv_tiles(keys) > MAX_TILES:
         return None
     pairs = split_factors(mask.for_kernels(), sizes, bounds, keys).pairs
-    tiling = block_tiling(spec, keys, bounds)
-    return (sizes, keys) if pairs is None or _has_words(pairs, tiling) else None
+    return keys if pairs is None or _has_words(pairs, block_tiling(spec, keys, bounds)) else None
 
 
 def _has_words(mask: Mask, tiling: KernelTiling) -> bool:
@@ -285,6 +299,7 @@ def plan_backward_mask(
     sizes: backward.BackwardSizes,
     num_tokens: int,
     max_seq_len: int,
+    packs_blocks: bool = True,
 ) -> tuple[backward.BackwardTileLists, backward.BackwardMask]:
     """Build the tile lists and the pair masks of a call of varlen_backward. Works inside jit.
 
@@ -298,6 +313,7 @@ def plan_backward_mask(
         sizes: Sizes of the kernel (static).
         num_tokens: Number of queries including padding (static).
         max_seq_len: Maximum number of tokens per request (static).
+        packs_blocks: Whether tiles of the dq kernel may hold several blocks of the mask (static).
     """
     mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True)
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
@@ -312,7 +328,12 @@ def plan_backward_mask(
     lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
     dkdv_mask, dq_mask = kernel_mask(mask, backward_tiling(spec, sizes, max_seq_len)), None
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
-        dq_plan = plan_mask(mask, spec, schedule.dq_schedule, sizes.dq_sizes, bounds)
+        # Several blocks per tile spill 124 bytes for heads of 64, whose tiles have 128 keys, and 264 for
+        # heads of 256.
+        has_registers = sizes.dq_sizes.tile_kv == WARPGROUP_KEYS and spec.head_dim <= 128
+        packs_blocks = packs_blocks and has_registers
+        size = packed_block_size(mask, spec, sizes.dq_sizes, bounds) if packs_blocks else None
+        dq_plan = plan_mask(mask, spec, schedule.dq_schedule, sizes.dq_sizes, bounds, size)
         lists, dq_mask = lists._replace(dq_lists=dq_plan.lists), dq_plan.pair_mask
     return lists, backward.BackwardMask(dkdv_mask, dq_mask)
 

@@ -86,4 +86,7 @@ def aot_cases():
     two_sizes = functools.partial(default_sizes, deterministic=True, gpu=gpu)
     two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=two_sizes(dim))
     cases |= {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}
-    return cases | {f"d{dim}-key_ranges": listed_case(dim, ranges) for dim in (64, 128)}
+    cases |= {f"d{dim}-key_ranges": listed_case(dim, ranges) for dim in (64, 128)}
+    blocks = np.arange(32 * 64 * 256).reshape(32, 64, 256) % 7 == 0
+    packed = masks.BlockMask(blocks=blocks, block_q=128, block_kv=32)
+    return cases | {"d128-two_kernels-blocks_32": listed_case(128, packed, deterministic=True)}

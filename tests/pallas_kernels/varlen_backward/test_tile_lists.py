@@ -13,8 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.tile_lists import (
+    MaskBounds,
     PackedLens,
     backward_sizes,
+    packed_block_size,
     plan_backward_mask,
     why_not_backward_lists,
 )
@@ -39,12 +41,14 @@ LENS = (150, 0, 3, 270)
 RNG = np.random.default_rng(0)
 DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
 WIDE, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((2, 24, 24)) < 0.3
+TALL = np.random.default_rng(1).random((2, 3, 10)) < 0.4
 VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
 PAIRS = RNG.random((2, 300, 300)) < 0.3
 odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
 MASKS = {
     "blocks_of_128": masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
     "blocks_of_16": masks.BlockMask(blocks=FINE, block_q=16, block_kv=16),
+    "blocks_of_32": masks.BlockMask(blocks=TALL, block_q=128, block_kv=32) & masks.Causal(),
     "strided": masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3),
     "documents": masks.Document(ids=DOCUMENTS),
     "documents_and_window": masks.Document(ids=DOCUMENTS) & masks.Window(left=40),
@@ -115,6 +119,13 @@ class TestContract:
     def test_query_kernel_that_sums_outputs_equals_float64(self):
         problem, sizes = problem_of("strided", head_dim=128, window=(90, 0)), two_kernels(128)
         assert sizes.fuses_delta
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
+    def test_query_kernel_over_packed_blocks_equals_float64(self):
+        problem, sizes = problem_of("blocks_of_32", head_dim=128, lens=(3, 270)), two_kernels(128)
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
+        bounds = MaskBounds(270, is_packed=True)
+        assert packed_block_size(problem.setting.mask, spec, sizes.dq_sizes, bounds) == 32
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])

@@ -72,13 +72,17 @@ CHOICES = {
     "causal": [True, False],
     "window": [None, (200, None)],
     "soft_cap": [None, 5.0],
+    "alibi": [None, None, None, "linear"],  # over whole tiles
+    "stored": ["plain", "plain", "fp8_scalar"],
     "sinks": [False, True],
     "head_dim": [64, 128],
     "dtype": ["bfloat16", "float16"],
     "kv": ["NHD", "HND", "no_cache"],
     "block_size": [16, 64],
 }
-CASES = covering_array(CHOICES, lambda case: True)
+CASES = covering_array(
+    CHOICES, lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar"
+)
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -108,10 +112,10 @@ def solved(case, interpret=None, *, is_sparse=False):
     query = jnp.asarray(problem.query)
     kernel = kernel_for(query, problem.kv, region, problem.spec, mask)
     assert kernel.list_block_size == list_block_size
-    assert str(kernel) == f"varlen_prefill over lists of blocks of {list_block_size}"
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
-    sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
-    out, lse = jax.jit(run)(query=query, kv=problem.kv, metadata=region, mask=mask, sinks=sinks)
+    sinks, slopes = (None if x is None else jnp.asarray(x) for x in (problem.sinks, problem.slopes))
+    arrays = {"query": query, "kv": problem.kv, "metadata": region, "mask": mask}
+    out, lse = jax.jit(run)(**arrays, sinks=sinks, alibi_slopes=slopes)
     problem.check(out, lse)
 
 
