@@ -171,13 +171,16 @@ class WarpDkDvMainloop:
         loaded = scores.load_mask(tile)
         stage = pipeline.wait_dout(tile, step)
         queries_s, dout_s = smem.query.at[stage], smem.dout.at[stage]
+        # The compiler computes the addresses of keys and values in each step instead of keeping them in
+        # registers, because they depend on a 0 that it cannot treat as a constant.
+        wg = self.wg + tile.work_tile["zero"]
         if tile.is_masked:
             self.clear_queries(tile, dout_s)
-        dp = self.score_product(smem.value.at[self.wg], dout_s)
+        dp = self.score_product(smem.value.at[wg], dout_s)
         pipeline.wait_queries(tile, stage, next_step)
         if tile.is_masked:
             self.clear_queries(tile, queries_s)
-        s = self.score_product(smem.key.at[self.wg], queries_s)
+        s = self.score_product(smem.key.at[wg], queries_s)
         stats_s = smem.stats_and_columns.at[stage]
         probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
         ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile))
