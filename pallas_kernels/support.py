@@ -19,7 +19,6 @@ from pallas_kernels.checks import require_one_of, unsupported
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
-MAX_GRADIENT_DIM = 128  # largest head_dim of gradients without wgmma; both gradients must fit the registers
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
@@ -60,6 +59,8 @@ class Architecture:
         return int(measured * (self.bandwidth / self.num_sms) / (hopper.bandwidth / hopper.num_sms))
 
 
+# Shared memory of a kernel with per-warp products for column indices, row statistics and reductions.
+WARP_RESERVED_BYTES = 3072
 SMALL_SMEM, LARGE_SMEM = 99 * 1024, 227 * 1024
 AMPERE = {"has_tma": False, "has_fp8_conversion": False}
 ARCHITECTURES = {
@@ -480,7 +481,9 @@ def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int, gpu: str
     kernel = KERNELS["varlen_backward"]
     head_dims, condition = kernel.head_dims, " for gradients"
     if not ARCHITECTURES[gpu].has_wgmma:
-        head_dims = tuple(dim for dim in head_dims if dim <= MAX_GRADIENT_DIM)
+        # Queries, dO, keys and values of 64 rows each must fit shared memory together.
+        max_dim = (ARCHITECTURES[gpu].smem_bytes - WARP_RESERVED_BYTES) // (4 * 64 * 2)
+        head_dims = tuple(dim for dim in head_dims if dim <= max_dim)
         condition = f" for gradients on compute capability {gpu}"
     named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}
     query = named["query"]

@@ -39,6 +39,7 @@ from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
+from pallas_kernels.support import NUM_SMS
 
 TOLERANCE = 2e-2  # relative to the largest sampled value; the tests use a tighter bound
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -47,6 +48,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "larger_sets": {"l2_bytes": 32 * 10**6},
     "one_kernel": {"mean_keys": None},
     "two_kernels": {"deterministic": True},
+    # The kernels of GPUs without wgmma, with sizes for 163 KB and for 99 KB of shared memory.
+    "per_warp_8.0": {"gpu": "8.0"},
+    "per_warp_8.9": {"gpu": "8.9"},
     "dq_tile_64": {"deterministic": True, "dq_sizes": prefill.PrefillSizes(tile_kv=64, stages=3)},
 }
 Arrays = dict[str, Any]
@@ -64,9 +68,13 @@ class Work:
     def sizes(self) -> backward.BackwardSizes:
         """Return the sizes of the backward kernel."""
         changes = dict(VARIANTS[self.variant])
-        size_options = {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
+        options = "mean_keys", "deterministic", "gpu"
+        size_options = {name: changes.pop(name) for name in options if name in changes}
         if size_options:
-            return dataclasses.replace(backward.default_sizes(self.case.head_dim, **size_options), **changes)
+            sizes = backward.default_sizes(self.case.head_dim, **size_options)
+            if sizes.dq_sizes is not None:  # as many thread blocks as this GPU has SMs
+                sizes = dataclasses.replace(sizes, dq_sizes=dataclasses.replace(sizes.dq_sizes, ctas=NUM_SMS))
+            return dataclasses.replace(sizes, **changes)
         mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
         mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
         sizes = backward_sizes(mask, self.spec, mean_len=mean_len)

@@ -102,7 +102,7 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutp
 
 def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
-    ctas = spec.sizes.ctas or len(inputs.schedule.order)
+    ctas = spec.sizes.ctas or len(inputs.schedule.order) * spec.sizes.parts
     body: Callable[..., None] = dkdv_body
     scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
     num_warpgroups = WARPGROUPS + 1
@@ -110,8 +110,9 @@ def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvO
     # do so only in commit_smem, and nothing reads what a thread of another warp stores before that.
     compiler_params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
     if spec.sizes.per_warp_mma:
-        barrier = warp_barrier_types(WARPGROUPS, is_interpreted=spec.is_interpreted)
-        body, scratch_types, num_warpgroups = warp_dkdv_body, (warp_smem_types(spec), barrier), WARPGROUPS
+        num_warpgroups = spec.sizes.warpgroups
+        barrier = warp_barrier_types(num_warpgroups, is_interpreted=spec.is_interpreted)
+        body, scratch_types = warp_dkdv_body, (warp_smem_types(spec), barrier)
         compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
     kernel = plgpu.kernel(
         functools.partial(body, ctas=ctas, spec=spec),
@@ -193,11 +194,11 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
 def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
     """Return the shapes and dtypes of the arrays in shared memory; see WarpDkDvSmem."""
     sizes, head, dtype = spec.sizes, spec.head, spec.dtype
-    keys = swizzled_smem((WARPGROUPS, head.num_chunks, PANEL, head.width), dtype)
+    keys = swizzled_smem((sizes.warpgroups, head.num_chunks, PANEL, head.width), dtype)
     queries = swizzled_smem((sizes.stages, head.num_chunks, sizes.tile_q, head.width), dtype)
     return WarpDkDvSmem(
         key=keys,
-        value=keys,
+        value=keys if spec.computes.dk else None,
         query=queries,
         dout=queries,
         stats_and_columns=plgpu.SMEM((sizes.stages + 1, WARPGROUPS, sizes.tile_q), f32),

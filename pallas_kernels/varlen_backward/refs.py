@@ -129,7 +129,7 @@ class WarpDkDvSmem(NamedTuple):
 
     Attributes:
         key: Keys of a work tile [warpgroups, chunks, 64, width], swizzled.
-        value: Values, like `key`.
+        value: Values, like `key`; None if only dv is computed.
         query: Stages of queries [stages, chunks, tile_q, width], swizzled.
         dout: Stages of dO, like `query`.
         stats_and_columns: Stages of row statistics and column indices, f32 [stages + 1, 2, tile_q]; see

@@ -1,16 +1,17 @@
 """Static tile sizes of the backward kernels, and their default values."""
 
 import dataclasses
+import itertools
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.memory import PANEL, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES
+from pallas_kernels.support import ARCHITECTURES, WARP_RESERVED_BYTES
 from pallas_kernels.varlen_prefill import PrefillSizes
-from pallas_kernels.varlen_prefill.sizes import WARP_RESERVED_BYTES
 
 WARPGROUPS = 2  # computing warpgroups, each with half of a tile's keys
 TILE_KV = PANEL * WARPGROUPS
+MAX_FUSED_DIM = 128  # wider heads leave no registers for both dk and dv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class BackwardSizes:
             order. Its `per_warp_mma` and `gpu` are those of all backward kernels.
         separate_dk_dv: Whether one kernel computes dk and another one dv, with eight matrix products in
             total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
+        warpgroups: Computing warpgroups of the dk/dv kernels, with 64 keys each: 2; 1 or 2 with
+            per_warp_mma. With 1, a thread block computes half of a work tile.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
             next one when it is done: on an H200, a persistent grid was 11 % slower at 8 x 2k and
             10 % at 1 x 16k.
@@ -38,15 +41,16 @@ class BackwardSizes:
     l2_bytes: int = 16 * 10**6
     dq_sizes: PrefillSizes | None = None
     separate_dk_dv: bool = False
+    warpgroups: int = WARPGROUPS
     ctas: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("tile_q", self.tile_q, (64,) if self.per_warp_mma else (64, 128))
         require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
+        require_one_of("warpgroups", self.warpgroups, (1, 2) if self.per_warp_mma else (WARPGROUPS,))
         if self.per_warp_mma:
             require_one_of("stages", self.stages, (1, 2))
-            require(not self.separate_dk_dv, "separate_dk_dv", "be False with per_warp_mma", True)
         else:
             require(self.stages >= 2, "stages", "be at least 2", self.stages)
         if self.separate_dk_dv and self.dq_sizes is None:
@@ -64,17 +68,22 @@ class BackwardSizes:
         return self.dq_sizes is not None and self.dq_sizes.per_warp_mma
 
     @property
+    def parts(self) -> int:
+        """Number of thread blocks that share a work tile."""
+        return WARPGROUPS // self.warpgroups
+
+    @property
     def gpu(self) -> str:
         """Compute capability that the kernels are built for."""
         return "9.0" if self.dq_sizes is None else self.dq_sizes.gpu
 
     def shared_memory(self, width: int) -> int:
-        """Return the bytes of shared memory that the dk/dv kernel needs with per_warp_mma.
+        """Return the bytes of shared memory that the kernels of dk and dv need with per_warp_mma.
 
         Args:
             width: Padded head_dim.
         """
-        return 2 * 2 * (TILE_KV + self.stages * self.tile_q) * width + WARP_RESERVED_BYTES
+        return 2 * 2 * (PANEL * self.warpgroups + self.stages * self.tile_q) * width + WARP_RESERVED_BYTES
 
     @property
     def fuses_delta(self) -> bool:
@@ -143,26 +152,35 @@ def default_sizes(
 def _estimate_sizes(gpu: str, padded_dim: int) -> BackwardSizes:
     """Return sizes for an architecture without wgmma, where nothing was measured.
 
-    As in FlashAttention-2, tiles are as large as registers allow, and the stages are those that shared memory
-    holds.
+    As in FlashAttention-2, tiles are as large as registers allow. There are as many warpgroups, and then
+    stages, as shared memory holds.
 
     Args:
         gpu: Compute capability.
-        padded_dim: Padded head_dim, at most 128.
+        padded_dim: Padded head_dim.
     """
     architecture = ARCHITECTURES[gpu]
-    for dq_stages, stages in ((2, 2), (1, 2), (1, 1)):
-        dq_sizes = PrefillSizes(
-            tile_kv=64, stages=dq_stages, warpgroups=WARPGROUPS, query_buffers=1, ctas=architecture.num_sms,
+
+    def dq_sizes_of(warpgroups: int, stages: int) -> PrefillSizes:
+        return PrefillSizes(
+            tile_kv=64, stages=stages, warpgroups=warpgroups, query_buffers=1, ctas=architecture.num_sms,
             per_warp_mma=True, gpu=gpu,
         )  # fmt: skip
-        sizes = BackwardSizes(tile_q=64, stages=stages, dq_sizes=dq_sizes)
+
+    choices = (2, 2), (2, 1), (1, 1)  # warpgroups and stages
+    for dq_sizes in itertools.starmap(dq_sizes_of, choices):
         # dO takes as much as the queries.
-        dout_bytes = 2 * dq_sizes.tile_q * padded_dim
-        dq_bytes = dq_sizes.shared_memory(padded_dim) + dout_bytes + WARP_RESERVED_BYTES
-        if max(dq_bytes, sizes.shared_memory(padded_dim)) <= architecture.smem_bytes:
-            return sizes
-    raise AssertionError(f"no sizes for {padded_dim} elements per head on {gpu}")
+        dq_bytes = dq_sizes.shared_memory(padded_dim) + 2 * dq_sizes.tile_q * padded_dim
+        if dq_bytes + WARP_RESERVED_BYTES <= architecture.smem_bytes:
+            break
+    for warpgroups, stages in choices:
+        sizes = BackwardSizes(
+            tile_q=64, stages=stages, warpgroups=warpgroups, dq_sizes=dq_sizes,
+            separate_dk_dv=padded_dim > MAX_FUSED_DIM,
+        )  # fmt: skip
+        if sizes.shared_memory(padded_dim) <= architecture.smem_bytes:
+            break
+    return sizes
 
 
 def default_layer_sizes(

@@ -1,8 +1,9 @@
-"""The dk/dv kernel for GPUs without wgmma, after FlashAttention-2: each warp owns 16 keys.
+"""The dk/dv kernels for GPUs without wgmma, after FlashAttention-2: each warp owns 16 keys.
 
 Two warpgroups compute dK and dV of a work tile, 64 keys each, and load by cp.async what they need; there are
-no other warps. dQ has a kernel of its own (warp_dq_kernel.py). With two stages of queries and dO, one wait
-per step is enough; step n is a query tile of one of the group's heads (s = n % stages):
+no other warps. Where shared memory holds only 64 keys, a thread block has one warpgroup, and computes half of
+a work tile. dQ has a kernel of its own (warp_dq_kernel.py). A step is a query tile of one of the group's
+heads. With two stages of queries and dO (s = n % stages), one wait per step is enough:
 
     wait for queries and dO of step n, and for all warps  so all warps have read those of step n - 1:
     dP^T = V dO^T
@@ -23,7 +24,10 @@ With one stage, queries are loaded during dP, and the next dO during dK:
     start to load dO of step n + 1
     dK += dS^T Q
 
-Products are those of ptx/tile_mma.py. Masks, scores, the schedule and the lists are those of the kernel with
+Heads wider than 128 leave no registers for both dK and dV: then one kernel computes S, dP and dK, and another
+S and dV. With one stage, the next dO is loaded during S and dK, or the next queries during dV.
+
+Products are those of ptx/tile_mma.py. Masks, scores, the schedule and the lists are those of the kernels with
 wgmma (dkdv_kernel.py).
 """
 
@@ -85,28 +89,32 @@ class WarpDkDvMainloop:
         barrier: Barriers,
         spec: BackwardSpec,
     ):
-        self.wg = wg = lax.axis_index("warpgroup")
+        self.rank = lax.axis_index("warpgroup") if spec.sizes.warpgroups > 1 else jnp.int32(0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
-        self.pipeline = WarpQueryPipeline(inputs, smem, barrier, spec, wg)
-        columns_s = smem.stats_and_columns.at[wg * 0 + spec.sizes.stages, wg]
-        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, wg, spec)
+        self.pipeline = WarpQueryPipeline(inputs, smem, barrier, spec, self.rank)
+
+    def scores_of(self, half: Scalar) -> DkDvScores:
+        """Return the score functions of the 64 keys of a work tile's first (0) or second (1) half."""
+        columns_s = self.smem.stats_and_columns.at[half * 0 + self.spec.sizes.stages, self.rank]
+        return DkDvScores(self.inputs.mask, self.inputs.score_mod, columns_s, half, self.spec)
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
-        rounds, number_of = scheduler.assignment()
-        self.scores.store_columns()
+        rounds, work_of = scheduler.assignment_of_parts()
+        self.scores_of(self.rank).store_columns()
 
         @pl.loop(0, rounds)
         def _(iteration: Scalar) -> None:
-            number = number_of(iteration)
+            number, part = work_of(iteration)
+            half = self.rank if self.spec.sizes.parts == 1 else part
             self.pipeline.load_columns(scheduler.work_tile(number).row)
             work_tile = scheduler.work_tile(number, self.smem.tile_columns)
-            self.store(work_tile, self.compute_work_tile(work_tile))
+            self.store(work_tile, half, self.compute_work_tile(work_tile, half))
 
-    def compute_work_tile(self, work_tile: BackwardWorkTile) -> DkDvSums:
-        """Return dk and dv of a work tile."""
-        first = self.pipeline.first_step_from(work_tile, jnp.int32(0))
-        self.pipeline.start(work_tile, first)
+    def compute_work_tile(self, work_tile: BackwardWorkTile, half: Scalar) -> DkDvSums:
+        """Return dk and dv of a half of a work tile, 0 or 1."""
+        first, scores = self.pipeline.first_step_from(work_tile, jnp.int32(0)), self.scores_of(half)
+        self.pipeline.start(work_tile, work_tile["first_key_row"] + half * PANEL, first)
 
         def compute_head(index: Scalar, carry: tuple[Scalar, WarpDkDvState]) -> tuple[Scalar, WarpDkDvState]:
             step, state = carry
@@ -126,7 +134,7 @@ class WarpDkDvMainloop:
                         jnp.where(is_last, next_head.exists, 1),
                     )
                     tile = QueryTile(work_tile, head, entry_tile(entry), slope, is_masked)
-                    sums = self.compute_step(tile, entry, step + i, next_step, state.sums)
+                    sums = self.compute_step(scores, tile, entry, step + i, next_step, state.sums)
                     return WarpDkDvState(sums, next_step)
 
                 return compute
@@ -141,11 +149,18 @@ class WarpDkDvMainloop:
         return state.sums
 
     def compute_step(
-        self, tile: QueryTile, entry: Scalar, step: Scalar, next_step: NextStep, sums: DkDvSums
+        self,
+        scores: DkDvScores,
+        tile: QueryTile,
+        entry: Scalar,
+        step: Scalar,
+        next_step: NextStep,
+        sums: DkDvSums,
     ) -> DkDvSums:
         """Add a query tile to dk and dv, or only take part in the loads if no key is visible.
 
         Args:
+            scores: Score functions of the warpgroup's keys.
             tile: The query tile.
             entry: Its entry of the list, or its index without lists.
             step: Number of the step in the work tile.
@@ -153,40 +168,50 @@ class WarpDkDvMainloop:
             sums: dk and dv so far.
         """
         if not self.spec.has_warpgroup_bits:
-            return self.add_tile(tile, step, next_step, sums)
-        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
+            return self.add_tile(scores, tile, step, next_step, sums)
+        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + scores.wg) & 1 != 0
 
         def skip() -> DkDvSums:
-            stage = self.pipeline.wait_dout(tile, step)
-            self.pipeline.wait_queries(tile, stage, next_step)
-            self.pipeline.release_dout(tile, next_step)
+            stage = self.pipeline.wait_first(tile, step)
+            self.pipeline.wait_second(tile, stage, next_step)
+            self.pipeline.release_first(tile, stage, next_step)
             return sums
 
-        return lax.cond(is_needed, lambda: self.add_tile(tile, step, next_step, sums), skip)
+        return lax.cond(is_needed, lambda: self.add_tile(scores, tile, step, next_step, sums), skip)
 
-    def add_tile(self, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums) -> DkDvSums:
+    def add_tile(
+        self, scores: DkDvScores, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums
+    ) -> DkDvSums:
         """Add a query tile to dk and dv; see compute_step for the arguments."""
-        smem, scores, pipeline = self.smem, self.scores, self.pipeline
+        smem, pipeline, computes = self.smem, self.pipeline, self.spec.computes
         # The mask's data comes from global memory: load it before anything is awaited.
         loaded = scores.load_mask(tile)
-        stage = pipeline.wait_dout(tile, step)
-        queries_s, dout_s = smem.query.at[stage], smem.dout.at[stage]
+        stage = pipeline.wait_first(tile, step)
+        queries_s, dout_s, stats_s = (
+            stages.at[stage] for stages in (smem.query, smem.dout, smem.stats_and_columns)
+        )
         # The compiler computes the addresses of keys and values in each step instead of keeping them in
         # registers, because they depend on a 0 that it cannot treat as a constant.
-        wg = self.wg + tile.work_tile["zero"]
-        if tile.is_masked:
+        rank = self.rank + tile.work_tile["zero"]
+        dk, dv = sums
+        if not computes.dk:
+            s = self.score_product(smem.key.at[rank], queries_s)
+            p = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded).p
+            pipeline.wait_second(tile, stage, next_step)
             self.clear_queries(tile, dout_s)
-        dp = self.score_product(smem.value.at[wg], dout_s)
-        pipeline.wait_queries(tile, stage, next_step)
-        if tile.is_masked:
-            self.clear_queries(tile, queries_s)
-        s = self.score_product(smem.key.at[wg], queries_s)
-        stats_s = smem.stats_and_columns.at[stage]
+            return DkDvSums(dk, self.add_product(dv, p, dout_s))
+        if computes.dv:
+            self.clear_queries(tile, dout_s)
+        dp = self.score_product(smem.value.at[rank], dout_s)
+        pipeline.wait_second(tile, stage, next_step)
+        self.clear_queries(tile, queries_s)
+        s = self.score_product(smem.key.at[rank], queries_s)
         probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
         ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile))
-        dv = self.add_product(sums.dv, probabilities.p, dout_s)
-        pipeline.release_dout(tile, next_step)
-        return DkDvSums(dk=self.add_product(sums.dk, ds, queries_s), dv=dv)
+        if computes.dv:
+            dv = self.add_product(dv, probabilities.p, dout_s)
+        pipeline.release_first(tile, stage, next_step)
+        return DkDvSums(self.add_product(dk, ds, queries_s), dv)
 
     def score_product(self, keys_s: Ref, queries_s: Ref) -> Tile:
         """Return 64 keys times a tile of queries, or values times dO; [chunks, ..., width] each."""
@@ -206,22 +231,22 @@ class WarpDkDvMainloop:
         )
 
     def clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
-        """Zero queries, or their dO, outside of the request."""
-        # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
-        clear_invalid_queries(tile, tile_s, fence=lambda: None)
+        """Zero queries, or their dO, outside of the request in a tile that needs a mask."""
+        if tile.is_masked:
+            # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
+            clear_invalid_queries(tile, tile_s, fence=lambda: None)
 
     def zeros(self) -> DkDvSums:
-        """Return accumulators of zeros."""
+        """Return accumulators of zeros for the gradients that the kernel computes."""
         zeros = plgpu.layout_cast(jnp.zeros((PANEL, self.spec.head.width), f32), W)
-        panels = (zeros,) * self.spec.head.num_chunks
-        return DkDvSums(dk=panels, dv=panels)
+        return DkDvSums(*((zeros,) * self.spec.head.num_chunks * int(x) for x in self.spec.computes))
 
-    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
-        """Store dk and dv from registers."""
+    def store(self, work_tile: BackwardWorkTile, half: Scalar, sums: DkDvSums) -> None:
+        """Store dk and dv of a half of a work tile from registers."""
         head = self.spec.head
-        first_row = work_tile["first_key_row"] + self.wg * PANEL
+        first_row = work_tile["first_key_row"] + half * PANEL
         begin, end = (
-            jnp.clip(work_tile[name] - self.wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
+            jnp.clip(work_tile[name] - half * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
         )
         for grad_g, accs, scale in (
             (self.outputs.dk, sums.dk, self.spec.score.scale),

@@ -1,4 +1,4 @@
-"""The loads of the dk/dv kernel on GPUs without TMA: the computing warps load by cp.async."""
+"""The loads of the dk/dv kernels on GPUs without TMA: the computing warps load by cp.async."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ptx.cp_async import (
-    WARPS,
-    commit_copies,
-    copy_numbers,
-    copy_token_rows,
-)
+from pallas_kernels.ptx.cp_async import WARPS, commit_copies, copy_numbers, copy_token_rows
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.dkdv_scores import QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, WarpDkDvSmem
-from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_prefill.warp_loader import wait_for_copies
@@ -39,16 +33,27 @@ class NextStep(NamedTuple):
 class WarpQueryPipeline:
     """The stages of queries and dO of a thread block, which its warps fill by cp.async.
 
-    All warpgroups call the same methods in the same order: for each work tile `load_columns` and `start`,
-    then for each step `wait_dout`, `wait_queries` and `release_dout`; see the figures in warp_dkdv_kernel.py.
+    Of the queries and dO of a step, one is the `first` that is read: dO, or the queries if only dv is
+    computed; the other is the `second`. All warpgroups call the same methods in the same order: for each work
+    tile `load_columns` and `start`, then for each step `wait_first`, `wait_second` and `release_first`; see
+    the figures in warp_dkdv_kernel.py.
     """
 
     def __init__(
-        self, inputs: DkDvInputs, smem: WarpDkDvSmem, barrier: Barriers, spec: BackwardSpec, wg: Scalar
+        self, inputs: DkDvInputs, smem: WarpDkDvSmem, barrier: Barriers, spec: BackwardSpec, rank: Scalar
     ):
-        self.inputs, self.smem, self.barrier, self.spec, self.wg = inputs, smem, barrier, spec, wg
+        """Create the pipeline; `rank` is the index of the warpgroup in the thread block."""
+        self.inputs, self.smem, self.barrier, self.spec, self.rank = inputs, smem, barrier, spec, rank
+        self.load_first, self.load_second = self._load_dout, self._load_queries
+        if not spec.computes.dk:
+            self.load_first, self.load_second = self._load_queries, self._load_dout
         # In interpret mode the first warpgroup copies whole tiles.
-        self.num_warps = 1 if spec.is_interpreted else WARPS * WARPGROUPS
+        self.num_warps = 1 if spec.is_interpreted else WARPS * spec.sizes.warpgroups
+
+    @property
+    def needs_release(self) -> bool:
+        """Whether `first` is still read after `second` has arrived, so that its only stage is not free."""
+        return self.spec.sizes.stages == 1 and self.spec.computes.dk and self.spec.computes.dv
 
     def first_step_from(self, work_tile: BackwardWorkTile, index: Scalar) -> NextStep:
         """Return the first step of the query heads of the group from `index` on."""
@@ -78,46 +83,62 @@ class WarpQueryPipeline:
         self._commit()
         self._wait()
 
-    def start(self, work_tile: BackwardWorkTile, first: NextStep) -> None:
-        """Load a work tile's keys and values, and dO of its first step; with two stages, queries as well."""
-        inputs, smem, row = self.inputs, self.smem, work_tile["first_key_row"] + self.wg * PANEL
-        is_interpreted = self.spec.is_interpreted
-        for rows_g, to_s in ((inputs.key.rows, smem.key), (inputs.value.rows, smem.value)):
+    def start(self, work_tile: BackwardWorkTile, first_row: Scalar, first_step: NextStep) -> None:
+        """Load the warpgroup's keys and values, and the `first` of a work tile's first step.
+
+        With two stages, load the `second` as well.
+
+        Args:
+            work_tile: The work tile.
+            first_row: Row of the warpgroup's first key.
+            first_step: The first step.
+        """
+        inputs, smem, is_interpreted = self.inputs, self.smem, self.spec.is_interpreted
+        arrays = [(inputs.key.rows, smem.key)]
+        if self.spec.computes.dk:
+            arrays.append((inputs.value.rows, smem.value))
+        for rows_g, to_s in arrays:
             copy_token_rows(
-                to_s.at[self.wg], rows_g, row, work_tile.kv_head, head=self.spec.head, rows_per_head=PANEL,
-                num_warps=1 if is_interpreted else WARPS, is_interpreted=is_interpreted,
+                to_s.at[self.rank], rows_g, first_row, work_tile.kv_head, head=self.spec.head,
+                rows_per_head=PANEL, num_warps=1 if is_interpreted else WARPS, is_interpreted=is_interpreted,
             )  # fmt: skip
-        self._load_dout(work_tile, first, first.head * 0)
+        self.load_first(work_tile, first_step, first_row * 0)
         if self.spec.sizes.stages > 1:
-            self._load_queries(work_tile, first, first.head * 0)
+            self.load_second(work_tile, first_step, first_row * 0)
         self._commit()
 
-    def wait_dout(self, tile: QueryTile, step: Scalar) -> Scalar:
-        """Wait for dO of a step, and return its stage; with one stage, load the queries of the step."""
+    def wait_first(self, tile: QueryTile, step: Scalar) -> Scalar:
+        """Wait for the `first` of a step, and return its stage; with one stage, load the `second`."""
         stages = self.spec.sizes.stages
         self._wait()
         if stages > 1:
             return lax.rem(step, jnp.int32(stages))
-        self._load_queries(tile.work_tile, NextStep(tile.head, tile.tile_index, step * 0 + 1), step * 0)
+        self.load_second(tile.work_tile, NextStep(tile.head, tile.tile_index, step * 0 + 1), step * 0)
         self._commit()
         return step * 0
 
-    def wait_queries(self, tile: QueryTile, stage: Scalar, next_step: NextStep) -> None:
-        """Wait for the queries of a step; with two stages they have arrived, and the next step is loaded."""
-        if self.spec.sizes.stages == 1:
-            self._wait()
-            return
-        self._load_dout(tile.work_tile, next_step, 1 - stage)
-        self._load_queries(tile.work_tile, next_step, 1 - stage)
-        self._commit()
+    def wait_second(self, tile: QueryTile, stage: Scalar, next_step: NextStep) -> None:
+        """Wait for the `second` of a step, and load what there is a free stage for.
 
-    def release_dout(self, tile: QueryTile, next_step: NextStep) -> None:
-        """With one stage, wait until all warps have read dO, and load that of the next step."""
+        With two stages it has arrived already, and the next step is loaded. With one, the `first` of the next
+        step is loaded, unless `release_first` does so.
+        """
         if self.spec.sizes.stages > 1:
+            self.load_first(tile.work_tile, next_step, 1 - stage)
+            self.load_second(tile.work_tile, next_step, 1 - stage)
+            self._commit()
             return
         self._wait()
-        self._load_dout(tile.work_tile, next_step, next_step.head * 0)
-        self._commit()
+        if not self.needs_release:
+            self.load_first(tile.work_tile, next_step, stage)
+            self._commit()
+
+    def release_first(self, tile: QueryTile, stage: Scalar, next_step: NextStep) -> None:
+        """Wait until all warps have read the `first` for the last time, and load that of the next step."""
+        if self.needs_release:
+            self._wait()
+            self.load_first(tile.work_tile, next_step, stage)
+            self._commit()
 
     def _load_queries(self, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar) -> None:
         """Start to load the queries and the row statistics of a step."""
@@ -149,10 +170,11 @@ class WarpQueryPipeline:
 
     def _is_loading(self, is_loaded: Scalar) -> Scalar:
         """Return whether the warpgroup copies what is loaded: in interpret mode only the first one does."""
-        return is_loaded & (self.wg == 0) if self.spec.is_interpreted else is_loaded
+        return is_loaded & (self.rank == 0) if self.spec.is_interpreted else is_loaded
 
     def _commit(self) -> None:
         commit_copies(is_interpreted=self.spec.is_interpreted)
 
     def _wait(self) -> None:
-        wait_for_copies(self.barrier, 0, WARPGROUPS, is_interpreted=self.spec.is_interpreted)
+        num = self.spec.sizes.warpgroups
+        wait_for_copies(self.barrier, 0, num, is_interpreted=self.spec.is_interpreted)

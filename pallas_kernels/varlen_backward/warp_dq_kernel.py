@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.dq_loader import has_wide_heads
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
 from pallas_kernels.varlen_backward.refs import DqInputs, WarpDqSmem
 from pallas_kernels.varlen_prefill.epilogue import valid_rows
@@ -154,9 +155,14 @@ class WarpDqMainloop:
         loaded = scores.masking.load(tile)
         stage = self.pipeline.wait_first(work_tile, i, state.loads)
         keys_s, values_s = smem.k.at[stage], smem.v.at[stage]
-        dp = self.score_product(self.smem.dout.at[self.wg], values_s)
+        rank = self.wg
+        if has_wide_heads(self.spec):
+            # The compiler computes the addresses of queries and dO in each step instead of keeping them in
+            # registers, because they depend on a 0 that it cannot treat as a constant.
+            rank = rank + lax.shift_right_logical(work_tile.column("seq_len"), jnp.int32(31))
+        dp = self.score_product(self.smem.dout.at[rank], values_s)
         loads = self.pipeline.wait_second(work_tile, i, state.loads)
-        s = self.score_product(smem.query.at[self.wg], keys_s)
+        s = self.score_product(smem.query.at[rank], keys_s)
         weights = scores.weights(s, row_stats, tile, loaded)
         ds = scores.gradients(weights, dp, row_stats, tile)
         self.clear_keys(tile, keys_s)

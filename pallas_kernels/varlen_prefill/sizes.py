@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, NUM_SMS
+from pallas_kernels.support import ARCHITECTURES, NUM_SMS, WARP_RESERVED_BYTES
 
 WARPGROUP_ROWS = 64  # M of one wgmma instruction
 PACK_GQA_CHOICES = (1, 2, 4, 8)  # each head keeps a multiple of 8 rows, the unit in which TMA fills tiles
@@ -143,8 +143,6 @@ MIN_KV_TO_SPLIT = 4096
 # Default limit for pack_gqa: 8 spills up to 460 bytes with ALiBi and sinks, and was not timed with splits.
 MAX_PACKED_HEADS = 4
 MAX_ESTIMATED_SPLITS = 8  # more splits cost what they save
-# Shared memory for column indices and reductions with per_warp_mma.
-WARP_RESERVED_BYTES = 3072
 # With more work tiles per thread block than this, the last round is a small part of the whole.
 SMALL_BATCH_TILES_PER_CTA = 2
 

@@ -7,9 +7,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
 from pallas_kernels.shared.memory import HEAD_DIMS, head_chunks
-from pallas_kernels.support import ARCHITECTURES
+from pallas_kernels.support import ARCHITECTURES, WARP_RESERVED_BYTES
 from pallas_kernels.varlen_prefill import CallBounds, MaskBlocks, PrefillSizes, default_sizes
-from pallas_kernels.varlen_prefill.sizes import MAX_SPLITS, WARP_RESERVED_BYTES
+from pallas_kernels.varlen_prefill.sizes import MAX_SPLITS
 from tests import aot, contract
 from tests.contract import Problem, case_id
 from tests.pallas_kernels.varlen_prefill.prefill_aot_cases import STORED, aot_cases
