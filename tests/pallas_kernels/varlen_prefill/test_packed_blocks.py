@@ -45,6 +45,7 @@ WIDE_32, WIDE_16, WIDE_64 = (
 )
 OWN_16, SMALL_32 = RNG.random((4, 2, 24, 24)) < 0.3, RNG.random((4, 12, 12)) < 0.4
 ROWS_32 = RNG.random((2, 384, 12)) < 0.3
+LATER, FIRST = RNG.random((4, 4, 9, 12)) < 0.3, np.array([2, 0, 3, 1], np.int32)
 ALL_32 = RNG.random((4, 4, 1, 12)) < 0.4
 DOCUMENTS = np.cumsum(RNG.random((4, 384)) < 0.02, axis=1).astype(np.int32)
 
@@ -61,6 +62,10 @@ MASKS = {
     "32_32": (block_mask(SMALL_32, 32, 32), lambda r, h, i, j: SMALL_32[h, i // 32, j // 32]),
     "1_32": (block_mask(ROWS_32, 1, 32), lambda r, h, i, j: ROWS_32[h // 2, i, j // 32]),
     "all_32": (block_mask(ALL_32, None, 32), lambda r, h, i, j: ALL_32[r, h, 0, j // 32]),
+    "later_32": (
+        masks.BlockMask(blocks=LATER, first_q_block=FIRST, block_q=32, block_kv=32),
+        lambda r, h, i, j: 0 <= i // 32 - FIRST[r] < 9 and LATER[r, h, i // 32 - FIRST[r], j // 32],
+    ),
     "documents_32": (
         block_mask(WIDE_32, 128, 32) & masks.Document(ids=DOCUMENTS) & masks.Causal(),
         lambda r, h, i, j: WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j] and j <= i,
