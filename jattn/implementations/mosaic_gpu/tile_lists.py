@@ -329,10 +329,11 @@ def plan_backward_mask(
     dkdv_mask, dq_mask = kernel_mask(mask, backward_tiling(spec, sizes, max_seq_len)), None
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
         # Several blocks per tile spill 124 bytes for heads of 64, whose tiles have 128 keys, and 264 for
-        # heads of 256.
+        # heads of 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
         has_registers = sizes.dq_sizes.tile_kv == WARPGROUP_KEYS and spec.head_dim <= 128
         packs_blocks = packs_blocks and has_registers
         size = packed_block_size(mask, spec, sizes.dq_sizes, bounds) if packs_blocks else None
+        size = None if size is None else max(size, WORD_BITS)
         dq_plan = plan_mask(mask, spec, schedule.dq_schedule, sizes.dq_sizes, bounds, size)
         lists, dq_mask = lists._replace(dq_lists=dq_plan.lists), dq_plan.pair_mask
     return lists, backward.BackwardMask(dkdv_mask, dq_mask)

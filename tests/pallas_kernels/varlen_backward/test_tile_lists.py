@@ -121,11 +121,12 @@ class TestContract:
         assert sizes.fuses_delta
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
-    def test_query_kernel_over_packed_blocks_equals_float64(self):
-        problem, sizes = problem_of("blocks_of_32", head_dim=128, lens=(3, 270)), two_kernels(128)
+    @pytest.mark.parametrize("keys", [pytest.param(16, marks=pytest.mark.slow), 32])
+    def test_query_kernel_over_packed_blocks_equals_float64(self, keys):
+        problem, sizes = problem_of(f"blocks_of_{keys}", head_dim=128, lens=(3, 270)), two_kernels(128)
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
         bounds = MaskBounds(270, is_packed=True)
-        assert packed_block_size(problem.setting.mask, spec, sizes.dq_sizes, bounds) == 32
+        assert packed_block_size(problem.setting.mask, spec, sizes.dq_sizes, bounds) == keys
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
