@@ -153,8 +153,11 @@ def packed_sizes(
     ):  # the bits of a row would depend on the blocks that other rows of its tile select
         return None
     blocks = mask_blocks(mask)
-    # Tiles may be larger than blocks. Eight blocks of packed keys spill 280 bytes, so tiles of 64 hold four.
-    if not bounds.is_packed or min(blocks.keys, default=0) > min(LIST_BLOCK_SIZES):
+    # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
+    # spill 160 to 280 bytes, so tiles of 64 keys hold four.
+    score = score_of(spec)
+    has_low_end = bounds.is_packed or score.window[0] is not None or score.chunk_size is not None
+    if not has_low_end or min(blocks.keys, default=0) > min(LIST_BLOCK_SIZES):
         blocks = blocks._replace(keys=())
     sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
     keys = packed_block_size(mask, spec, sizes, bounds)

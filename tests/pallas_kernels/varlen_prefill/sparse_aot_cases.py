@@ -108,6 +108,7 @@ def aot_cases():
     every += [("key_ranges", "plain", 16, 128), ("key_ranges", "encoder", 64, 64)]
     every += [(mask, "plain", 16, 128) for mask in PACKED_MASKS]
     every += [(mask, "window_sinks", 64, 64) for mask in PACKED_MASKS]
+    every += [("blocks_128_16", "window_sinks", 16, 128)]
     return {
         f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every
