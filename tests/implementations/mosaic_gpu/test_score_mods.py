@@ -76,7 +76,7 @@ def check(function, lens, *, gpu=None, **options):
         problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
 
 
-def check_gradients(function, **options):
+def check_gradients(function, *, gpu=None, **options):
     """Compare the gradients of prompts with the definition."""
     problem, modifiers = problem_of(function, GRADIENTS, kv="no_cache", **options)
     loss_weights = oracle_gradients.draw_weights(problem)
@@ -88,7 +88,8 @@ def check_gradients(function, **options):
         out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
         grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
     )  # fmt: skip
-    grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
+    with support.target(gpu):
+        grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
     oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))
 
 
@@ -128,6 +129,8 @@ def test_kernels_equal_the_definition(function, lens, options):
         pytest.param(hiding, {"spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(relative, {"mask": "slashed"}, marks=SLOW),
         pytest.param(scaled, {"mask": "slashed", "spec": {"deterministic": True}}, marks=SLOW),
+        pytest.param(gained, {"spec": {"soft_cap": 5.0, "window": (50, None)}, "gpu": "8.0"}, marks=SLOW),
+        pytest.param(relative, {"has_alibi": True, "mask": "slashed", "gpu": "8.9"}, marks=SLOW),
     ],
 )  # fmt: skip
 def test_gradients_equal_the_definition(function, options):
