@@ -57,6 +57,7 @@ def check_decode(window=None, split_kv=None, sizes=None) -> None:
 PER_WARP = varlen_prefill.PrefillSizes(
     tile_kv=64, stages=2, warpgroups=1, query_buffers=1, ctas=3, per_warp_mma=True, gpu="8.0"
 )
+PER_WARP_BACKWARD = varlen_backward.BackwardSizes(stages=1, ctas=3, dq_sizes=PER_WARP)
 
 
 def check_prefill(window=None, max_splits=1, sizes=None) -> None:
@@ -121,16 +122,14 @@ def check_lists(sizes=None) -> None:
     run(kernel, problem, block_table=metadata.block_table, **lens)
 
 
-def check_backward(window=(None, None), *, deterministic=False) -> None:
+def check_backward(window=(None, None), *, deterministic=False, sizes=None) -> None:
     """Check documents of several tiles, one with context."""
     score = Score(scale=0.125, window=window)
     lens = {"query_lens": (150, 3, 270), "seq_lens": (150, 3, 300)}
     problem = backward_problem.BackwardProblem(backward_problem.Setting(score=score, heads=(4, 2), **lens))
     dq_sizes = varlen_prefill.PrefillSizes(ctas=3, stages=3) if deterministic else None
-    static = {
-        "sizes": varlen_backward.BackwardSizes(tile_q=128, ctas=3, dq_sizes=dq_sizes),
-        "interpret": plgpu.InterpretGPUParams(),
-    }
+    sizes = sizes or varlen_backward.BackwardSizes(tile_q=128, ctas=3, dq_sizes=dq_sizes)
+    static = {"sizes": sizes, "interpret": plgpu.InterpretGPUParams()}
     kernel = functools.partial(varlen_backward.varlen_backward, score=score, **static)
     problem.check(jax.jit(kernel)(**problem.arguments))
 

@@ -25,6 +25,9 @@ from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
 from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
+from pallas_kernels.varlen_backward.warp_dkdv_kernel import WarpDkDvMainloop
+from pallas_kernels.varlen_backward.warp_dkdv_loader import WarpQueryPipeline
+from pallas_kernels.varlen_backward.warp_dq_kernel import WarpDqMainloop
 from pallas_kernels.varlen_prefill import entry as prefill_entry
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill import tile_scheduler
@@ -283,6 +286,12 @@ def query_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], N
     return lambda patch: patch.setattr(backward_scores, "visible_query_range", shifted)
 
 
+def dout_of_the_head_before(patch: pytest.MonkeyPatch) -> None:
+    original = WarpQueryPipeline.first_step_from
+    mutated = lambda pipeline, work_tile, i: original(pipeline, work_tile, jnp.maximum(i - 1, 0))
+    patch.setattr(WarpQueryPipeline, "first_step_from", mutated)
+
+
 def one_head(patch: pytest.MonkeyPatch) -> None:
     original = backward_scheduler.BackwardWorkTile.head
     patch.setattr(
@@ -333,6 +342,7 @@ prefill_window = functools.partial(kernels.check_prefill, kernels.WINDOW)
 backward = kernels.check_backward
 backward_window = functools.partial(kernels.check_backward, kernels.WINDOW)
 queries = functools.partial(kernels.check_backward, deterministic=True)
+per_warp_backward = functools.partial(kernels.check_backward, sizes=kernels.PER_WARP_BACKWARD)
 next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
 
 
@@ -522,6 +532,19 @@ MUTATIONS = {
     ),
     "dq-end": Mutation("the last visible key of each query is masked out", queries, key_range(high=-1)),
     "dq-future": Mutation("each query attends to the key after its own", queries, key_range(high=1)),
+    "per-warp-backward-dout": Mutation(
+        "dO of a head's first step is that of the head before", per_warp_backward, dout_of_the_head_before
+    ),
+    "per-warp-backward-nan": Mutation(
+        "queries and dO of other requests are not zeroed",
+        per_warp_backward,
+        lambda patch: patch.setattr(WarpDkDvMainloop, "clear_queries", lambda *_: None),
+    ),
+    "per-warp-dq-nan": Mutation(
+        "keys that no query attends to are not zeroed",
+        per_warp_backward,
+        lambda patch: patch.setattr(WarpDqMainloop, "clear_keys", lambda *_: None),
+    ),
     "backward-head": Mutation("one query head of each group is used for all", backward, one_head),
     "backward-warpgroup-bits": Mutation(
         "a warpgroup skips the tiles that the other warpgroup does not need", backward_lists, swapped_parts
@@ -563,6 +586,7 @@ MUTATIONS = {
             "backward": backward,
             "backward_window": backward_window,
             "queries": queries,
+            "per_warp_backward": per_warp_backward,
             "backward_lists": backward_lists,
             "score_mod": kernels.check_score_mod,
             "score_mod_gradients": kernels.check_score_mod_gradients,
