@@ -148,7 +148,8 @@ def test_prefill_equals_float64_on_a_gpu(case):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", [name for name in MASKS if name != "documents_32"])
 def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
-    case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim}
+    # A causal tile also lists blocks that only queries before them select, which hides a block read in vain.
+    case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim, "causal": False}
     solved(case, is_sparse=True)
 
 
