@@ -190,4 +190,5 @@ def test_no_kernel_indexes_a_block_table_directly():
         for line in path.read_text().split("\n")
         if looks.search(line)
     }
-    assert {line.split(":")[0] for line in subscripts} == {"shared/paged_kv.py", "ptx/cp_async.py"}, subscripts
+    files = {line.split(":")[0] for line in subscripts}
+    assert files == {"shared/paged_kv.py", "ptx/cp_async.py"}, subscripts
