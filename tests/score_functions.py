@@ -14,6 +14,11 @@ def relative(score, batch, head, q_idx, kv_idx, table):
     return score + table[head, jnp.clip(q_idx - kv_idx + 16, 0, 32)]
 
 
+def capped(score, batch, head, q_idx, kv_idx, table):
+    """Add a bias per head and clipped distance, and cap the sum."""
+    return 3.0 * jnp.tanh((score + table[head, jnp.clip(q_idx - kv_idx + 16, 0, 32)]) / 3.0)
+
+
 def gained(score, batch, head, q_idx, kv_idx, gains, ids, is_special):
     """Combine lookups per row and head, per query, and per key beyond the end of an array."""
     capped = jnp.where(is_special[q_idx], score * gains[batch, head], 2.0 * jnp.tanh(score / 2.0))
@@ -35,7 +40,7 @@ def scaled(score, batch, head, q_idx, kv_idx):
 def arrays_of(function, num_heads=Q_HEADS, num_rows=ROWS, seed=0):
     """Return random arrays of a function for numbers of query heads and of rows of the batch."""
     rng = np.random.default_rng(seed)
-    if function is relative:
+    if function in (relative, capped):
         return (rng.normal(size=(num_heads, 33)).astype(np.float32),)
     if function is gained:
         gains = rng.uniform(0.5, 1.5, (num_rows, num_heads)).astype(np.float32)

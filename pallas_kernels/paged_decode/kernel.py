@@ -67,7 +67,7 @@ from pallas_kernels.paged_decode.spec import (
     smem_types,
 )
 from pallas_kernels.ptx.stores import store_transposed
-from pallas_kernels.score_mod import PairValue, ScoreTile
+from pallas_kernels.score_mod import PairValue, Positions, ScoreTile
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import load_head_scale
 from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
@@ -375,7 +375,13 @@ class DecodeConsumer:
                 distance = jnp.sqrt(jnp.maximum(distance, 0.0))
             s = s - lax.broadcast_in_dim(slopes, spec.tile, [1]) * distance
         if self.inputs.score_mod is not None:
-            s = self.inputs.score_mod.apply(s * (1 / LOG2E), self.score_tile(segment, keys)) * LOG2E
+            score_tile = self.score_tile(segment, keys)
+            lookups = self.inputs.score_mod.load(score_tile)
+            new_scores = self.inputs.score_mod.apply(s, 1 / LOG2E, score_tile, lookups)
+            s = new_scores.tile * (new_scores.factor * LOG2E)
+            if new_scores.query_term is not None:
+                query_term, axes = new_scores.query_term * LOG2E, (1,) if new_scores.query_term.ndim else ()
+                s = s + lax.broadcast_in_dim(query_term, spec.tile, axes)
         # Causal, window and chunk masks, unless every query attends to every key of the tile.
         first_key_for_all, _ = score.key_range(seq_len - 1, seq_len)
         _, end_key_for_all = score.key_range(seq_len - shape.query_len, seq_len)
@@ -403,24 +409,28 @@ class DecodeConsumer:
         first_head = segment.kv_head * shape.group
         query_rows = functools.partial(plgpu.broadcasted_iota, jnp.int32, (tile_q,), 0, layout=W.reduce(0))
 
-        def head() -> PairValue:
+        def head() -> Columns | Scalar:
             if shape.group == 1:
-                return PairValue(first_head, ())
+                return first_head
             rows = query_rows() + self.first_query_row
-            return PairValue(lax.rem(rows, jnp.full_like(rows, shape.group)) + first_head, (1,))
+            return lax.rem(rows, jnp.full_like(rows, shape.group)) + first_head
 
-        def query() -> PairValue:
-            first = segment.seq_len - shape.query_len
-            if shape.query_len == 1:
-                return PairValue(first, ())
+        def query_index() -> Columns:
             rows = query_rows() + self.first_query_row
-            return PairValue(lax.div(rows, jnp.full_like(rows, shape.group)) + first, (1,))
+            return lax.div(rows, jnp.full_like(rows, shape.group))
 
+        has_queries, num_rows = shape.query_len > 1, shape.query_len * shape.group + tile_q
         return ScoreTile(
             shape=self.spec.tile,
             request=segment.request,
-            head=head,
-            query=query,
-            key=lambda: PairValue(keys.positions(tile_kv), (0,)),
+            head=PairValue(head, () if shape.group == 1 else (1,)),
+            query=Positions(
+                segment.seq_len - shape.query_len,
+                query_index if has_queries else None,
+                (1,) if has_queries else (),
+                num_rows // shape.group,
+            ),
+            key=Positions(segment.seq_len * 0, lambda: keys.positions(tile_kv), (0,), None),
+            query_axis=1,
             is_interpreted=self.spec.is_interpreted,
         )

@@ -5,7 +5,10 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
 
 FIRST_INTEGER = 2.0**23  # From here on every f32 is an integer.
 
@@ -47,6 +50,24 @@ def _absolute(eqn: Any, x: Any) -> Any:
     return jnp.maximum(x, x * -1) if x.dtype == jnp.int32 else _bind(eqn, x)
 
 
+floor_divide_p = Primitive("floor_divide")  # of an int32 by a positive constant
+
+
+@floor_divide_p.def_abstract_eval
+def _(x: Any, *, divisor: int) -> Any:
+    return jax.core.ShapedArray((), jnp.dtype(jnp.int32))
+
+
+def _floor_divide(eqn: Any, x: Any) -> Any:
+    divisor = eqn.params["divisor"]
+    if divisor & (divisor - 1) == 0:
+        return lax.shift_right_arithmetic(x, jnp.full_like(x, divisor.bit_length() - 1))
+    # Of a negative x, the quotient of ~x = -x - 1 rounds the other way.
+    magnitude = jnp.where(x < 0, _invert(eqn, x), x)
+    quotient = lax.div(magnitude, jnp.full_like(x, divisor))
+    return jnp.where(x < 0, _invert(eqn, quotient), quotient)
+
+
 # Elementwise operations that kernels evaluate; the arguments have been broadcast against each other. Those
 # that Mosaic GPU lacks are composed of others.
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
@@ -64,6 +85,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "neg": _negate,
     "not": _invert,
     "abs": _absolute,
+    "floor_divide": _floor_divide,
     "floor": _floor,
     "ceil": _ceil,
     "integer_pow": _integer_power,

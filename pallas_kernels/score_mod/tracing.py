@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.interpreters import ad, partial_eval
 
-from pallas_kernels.score_mod.operations import OPERATIONS
+from pallas_kernels.score_mod.intervals import UNKNOWN, Bounds, bounds_in
+from pallas_kernels.score_mod.operations import OPERATIONS, floor_divide_p
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.int32), jnp.dtype(jnp.bool_))
 MAX_ELEMENTS = 2**31 - 1  # of an array, which int32 indexes
@@ -112,16 +113,55 @@ def why_no_kernel(function: ScoreModType) -> str | None:
     return reason if isinstance(reason, str) else None
 
 
+def looks_up_each_pair(function: ScoreModType) -> bool:
+    """Return whether kernels look up elements for each key, even of tiles far from the diagonal.
+
+    They do unless all indices that depend on the key are bounded by the positions of a tile, as a clipped
+    distance is.
+    """
+    traces = trace(function, trace_settings())
+    assert not isinstance(traces, str), traces
+    jaxpr = traces.value
+    score, _, _, query, key = jaxpr.invars
+    per_key, per_query = {score, key}, {score, query}
+    positions = (0, 0), (0, 0), (0, 1), (0, 1)
+    bounds = bounds_in(jaxpr, [None, *positions])
+    for eqn in jaxpr.eqns:
+        variables = {variable for variable in eqn.invars if not isinstance(variable, Literal)}
+        indices = variables & per_key
+        per_key.update(eqn.outvars if indices else ())
+        per_query.update(eqn.outvars if variables & per_query else ())
+        if eqn.primitive is look_up_p and indices:
+            is_per_pair = bool(variables & per_query)
+            if not is_per_pair or any(bounds(index) is None for index in indices):
+                return True
+    return False
+
+
 def trace_settings() -> tuple[Any, ...]:
     """Return the settings of JAX that the trace of a function depends on."""
     return jax.config.jax_numpy_dtype_promotion, jax.config.jax_enable_x64
 
 
 class Traces(NamedTuple):
-    """A score function as a jaxpr, and the function together with its derivative by the score."""
+    """A score function as a jaxpr, and the function together with its derivative by the score.
+
+    Attributes:
+        value: The function. As in the other jaxpr, no equation calls a jaxpr, and none has only constants.
+        value_and_derivative: The function and its derivative.
+        bounds: Bounds of the new score for any arguments, or None.
+        derivative_bounds: Bounds of the derivative, or None.
+    """
 
     value: Jaxpr
     value_and_derivative: Jaxpr
+    bounds: Bounds
+    derivative_bounds: Bounds
+
+    @property
+    def is_derivative_one(self) -> bool:
+        """Whether the function adds something to the score that does not depend on it."""
+        return self.derivative_bounds == (1.0, 1.0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,7 +185,11 @@ def trace(function: ScoreModType, promotion: tuple[Any, ...]) -> "Traces | str":
                 raise _Unsupported(f"an array has shape {table.shape}")
             if jnp.issubdtype(table.dtype, jnp.complexfloating) or table.dtype.itemsize > 4:
                 raise _Unsupported(f"an array has dtype {table.dtype}")
-        return Traces(_jaxpr_of(value), _jaxpr_of(value_and_derivative))
+        jaxpr, jaxpr_with_derivative = _jaxpr_of(value), _jaxpr_of(value_and_derivative)
+        bounds, derivative_bounds = map(
+            bounds_in(jaxpr_with_derivative, UNKNOWN), jaxpr_with_derivative.outvars
+        )
+        return Traces(jaxpr, jaxpr_with_derivative, bounds, derivative_bounds)
     except _Unsupported as error:
         return f"there is no kernel for the score function {function}: {error}"
     except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
@@ -165,22 +209,49 @@ def _jaxpr_of(function: Callable[..., Any]) -> Jaxpr:
     for constant in closed.consts:
         if isinstance(constant, jax.core.Tracer) or np.ndim(constant):
             raise _Unsupported("it captures an array, which jattn.ScoreMod(f, *arrays) takes as an argument")
-    if closed.consts:  # trace again with the constants as literals
-        constants = [np.asarray(constant)[()] for constant in closed.consts]
-        flat = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))
-        closed = jax.make_jaxpr(flat)(*types)
+    closed = jax.make_jaxpr(functools.partial(_evaluate_inline, closed))(*types)
+    assert not closed.consts
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     _check(jaxpr)
     return jaxpr
 
 
+def _evaluate_inline(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluate a jaxpr together with the jaxprs that it calls; operations on constants become constants."""
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
+    values.update(zip(closed.jaxpr.constvars, (np.asarray(x)[()] for x in closed.consts), strict=True))
+
+    def read(variable: Any) -> Any:
+        if not isinstance(variable, Literal):
+            return values[variable]
+        literal_type: Any = variable.aval
+        return np.asarray(variable.val, literal_type.dtype)[()]
+
+    for eqn in closed.jaxpr.eqns:
+        inputs, inner = [read(variable) for variable in eqn.invars], inner_jaxpr(eqn)
+        if eqn.params.get("name") == "floor_divide" and _is_positive_int(inputs[1]):
+            outputs: Any = [floor_divide_p.bind(inputs[0], divisor=int(inputs[1]))]
+        elif inner is not None:
+            outputs = _evaluate_inline(inner, *inputs)
+        elif inputs and all(isinstance(x, np.generic) for x in inputs):
+            with jax.ensure_compile_time_eval():
+                outputs = eqn.primitive.bind(*inputs, **eqn.params)
+                outputs = outputs if eqn.primitive.multiple_results else [outputs]
+                outputs = [np.asarray(x)[()] for x in outputs]
+        else:
+            outputs = eqn.primitive.bind(*inputs, **eqn.params)
+            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(variable) for variable in closed.jaxpr.outvars]
+
+
+def _is_positive_int(x: Any) -> bool:
+    return isinstance(x, np.integer) and 0 < int(x) < 2**31
+
+
 def _check(jaxpr: Jaxpr) -> None:
     """Raise _Unsupported if kernels cannot evaluate a jaxpr."""
     for eqn in jaxpr.eqns:
-        inner = inner_jaxpr(eqn)
-        if inner is not None:
-            _check(inner.jaxpr)
-            continue
         name = eqn.primitive.name
         if name not in OPERATIONS:
             raise _Unsupported(f"it uses {name}")

@@ -186,8 +186,8 @@ class DkDvMainloop:
             self.spec.num_head_panels,
         )
         stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
-        # The mask's data comes from global memory, so load it before anything is awaited.
-        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        # The mask's data and lookups come from global memory: load them before anything is awaited.
+        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load(tile)
         # A 0 that is read from memory in each step, so that the compiler cannot treat it as a constant.
         # Otherwise it would keep 24 addresses of keys and values in registers, and there are not enough.
         zero = tile.work_tile["zero"]
@@ -261,7 +261,7 @@ class DkDvMainloop:
         """Compute S, dP and dK of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
         spec, barriers, scores, panels = self.spec, self.barriers, self.scores, self.spec.num_head_panels
         stages = spec.step_stages(step)
-        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
         def products(s_ref: Ref, dp_ref: Ref) -> Tile:
@@ -286,7 +286,7 @@ class DkDvMainloop:
     def compute_dv_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
         """Compute S and dV of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
         barriers, scores, stages = self.barriers, self.scores, self.spec.step_stages(step)
-        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
         def products(s_ref: Ref) -> Tile:
@@ -307,7 +307,7 @@ class DkDvMainloop:
         """Compute a step in interpret mode, which has no running accumulators and no register operands."""
         spec, smem, barriers, scores, wg = self.spec, self.smem, self.barriers, self.scores, self.wg
         stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
-        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load(tile)
         queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
         self.wait_for_queries(tile, stages)
         s = run_mma(spec.s_shape, lambda ref: self.issue_scores(ref, stages.query, wg))

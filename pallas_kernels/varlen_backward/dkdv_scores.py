@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.score_mod import KernelScoreMod, PairValue, ScoreTile
+from pallas_kernels.score_mod import KernelScoreMod, Lookups, PairValue, Positions, ScoreTile
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
@@ -32,20 +32,49 @@ def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
     return tanh * (score.soft_cap * LOG2E), tanh
 
 
-def apply_score_mod(score_mod: KernelScoreMod, y: Tile, tile: ScoreTile) -> tuple[Tile, Tile | None]:
-    """Return the new scores times log2(e) of scores times log2(e), and the derivatives or None for 1."""
-    new_scores, derivative = score_mod.apply_with_derivative(y * (1 / LOG2E), tile)
-    return new_scores * LOG2E, derivative
+def apply_score_mod(
+    score_mod: KernelScoreMod, y: Tile, factor: float, lse: Rows | Columns, tile: ScoreTile, lookups: Lookups
+) -> tuple[Tile, Tile | None]:
+    """Apply a score function, and subtract the log-sum-exp.
+
+    Args:
+        score_mod: The score function.
+        y: Scores.
+        factor: Factor that converts them to natural units. Static.
+        lse: Base-2 log-sum-exp of each query.
+        tile: Pairs of the tile.
+        lookups: Result of the score function's `load`.
+
+    Returns:
+        The base-2 exponents, and the derivatives of the new scores by the scores or None if they are all 1.
+    """
+    new_scores, derivative = score_mod.apply_with_derivative(y, factor, tile, lookups)
+    if new_scores.query_term is not None:
+        lse = lse - new_scores.query_term * LOG2E
+    lse_of_pairs = lax.broadcast_in_dim(lse, y.shape, [tile.query_axis])
+    return new_scores.tile * (new_scores.factor * LOG2E) - lse_of_pairs, derivative
 
 
-def score_weight(p: Tile, tanh: Tile | None, derivative: Tile | None) -> Tile:
+def score_weight(
+    p: Tile, tanh: Tile | None, derivative: Tile | None, score_mod: KernelScoreMod | None
+) -> Tile:
     """Return the probabilities times the derivatives of the soft cap and of the score function.
 
-    A pair with a probability of 0 has a weight of 0: a score function may be infinite or NaN there.
+    A pair with a probability of 0 has a weight of 0, unless `is_increasing` says that no finite score has an
+    infinite derivative.
     """
     # One product of the factors, because registers are scarce.
     weight = p if tanh is None else p * (1.0 - tanh * tanh)
-    return weight if derivative is None else jnp.where(p > 0.0, weight * derivative, 0.0)
+    if score_mod is None or derivative is None:
+        return weight
+    weight = weight * derivative
+    return weight if score_mod.is_increasing else jnp.where(p > 0.0, weight, 0.0)
+
+
+def has_weight(weights: Tile, score_mod: KernelScoreMod | None) -> Tile:
+    """Return whether pairs are visible and have a gradient; their weights may be NaN if they are not."""
+    # A score function's derivative may be negative.
+    return weights > 0.0 if score_mod is None or score_mod.is_increasing else weights != 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +155,18 @@ class TileProbabilities(NamedTuple):
     is_masked: bool
 
 
+class LoadedScoreData(NamedTuple):
+    """What the mask and the score function of a tile need from global memory.
+
+    Attributes:
+        mask: Data of the mask.
+        lookups: Lookups of the score function, or None without one.
+    """
+
+    mask: LoadedMask
+    lookups: Lookups | None
+
+
 class DkDvScores:
     """Functions that compute the probabilities and score gradients of one warpgroup."""
 
@@ -154,12 +195,17 @@ class DkDvScores:
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)
 
-    def load_mask(self, tile: QueryTile) -> LoadedMask:
-        """Load the mask's data for a tile. Call it early, because the data is in global memory."""
-        if not tile.is_masked or not jax.tree.leaves(self.mask):
-            return ()
-        assert self.mask is not None
-        return self.mask.load(self._pairs(tile), tile.work_tile["req"])
+    def load(self, tile: QueryTile) -> LoadedScoreData:
+        """Load what the mask and the score function of a tile need; the data is in global memory."""
+        mask, lookups = (), None
+        if tile.is_masked and jax.tree.leaves(self.mask):
+            assert self.mask is not None
+            mask = self.mask.load(self._pairs(tile), tile.work_tile["req"])
+        if self.score_mod is not None:
+            # The accumulators leave too few registers for a branch.
+            score_tile = self._score_tile(tile)
+            lookups = self.score_mod.load(score_tile, with_derivative=True, finds_uniform=False)
+        return LoadedScoreData(mask, lookups)
 
     def row_stats(self, stats_s: Ref, index: int, tile: QueryTile) -> Columns:
         """Return the LSE (index 0) or delta (1) of each query, from shared memory [2, tile_q].
@@ -173,24 +219,32 @@ class DkDvScores:
         # The query's part of a linear ALiBi bias, -slope * column, is subtracted together with the LSE.
         return stats + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
 
-    def probabilities(self, s: Tile, lse: Columns, tile: QueryTile, loaded: LoadedMask) -> TileProbabilities:
+    def probabilities(
+        self, s: Tile, lse: Columns, tile: QueryTile, loaded: LoadedScoreData
+    ) -> TileProbabilities:
         """Return the probabilities of transposed scores.
 
         Args:
             s: Transposed scores K Q^T, not scaled, f32 [64, tile_q].
             lse: Base-2 log-sum-exp of each query, from `row_stats` with index 0.
             tile: Query tile.
-            loaded: Data of the mask for this tile, from `load_mask`.
+            loaded: Result of `load` for this tile.
         """
-        y, tanh = apply_soft_cap(s, self.spec.score)
+        score, tanh, derivative = self.spec.score, None, None
+        y, factor = s, score.scale
+        if self.score_mod is None or score.soft_cap is not None or tile.slope is not None:
+            (y, tanh), factor = apply_soft_cap(s, score), 1 / LOG2E
         if tile.slope is not None:
             y = self._add_alibi(y, tile, tile.slope)
-        derivative = None
-        if self.score_mod is not None:
-            y, derivative = apply_score_mod(self.score_mod, y, self._score_tile(tile))
-        y = y - self._broadcast_columns(lse)
-        p = jnp.exp2(self._masked(y, tile, loaded) if tile.is_masked else y)
-        weight = score_weight(p, tanh, derivative)
+        if self.score_mod is None:
+            y = y - self._broadcast_columns(lse)
+        else:
+            assert loaded.lookups is not None
+            y, derivative = apply_score_mod(
+                self.score_mod, y, factor, lse, self._score_tile(tile), loaded.lookups
+            )
+        p = jnp.exp2(self._masked(y, tile, loaded.mask) if tile.is_masked else y)
+        weight = score_weight(p, tanh, derivative, self.score_mod)
         p = p if self.spec.sizes.per_warp_mma else p.astype(self.spec.dtype)
         return TileProbabilities(p, weight, tile.is_masked)
 
@@ -199,9 +253,7 @@ class DkDvScores:
         ds = probabilities.weight * (dp - self._broadcast_columns(delta))
         if not probabilities.is_masked:
             return ds
-        # A score function's derivative may be negative.
-        weight = probabilities.weight
-        return jnp.where(weight > 0.0 if self.score_mod is None else weight != 0.0, ds, 0.0)
+        return jnp.where(has_weight(probabilities.weight, self.score_mod), ds, 0.0)
 
     def _add_alibi(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
         """Add the ALiBi bias; without a score function, the query's part of a linear bias is in the LSE."""
@@ -246,17 +298,20 @@ class DkDvScores:
 
     def _score_tile(self, tile: QueryTile) -> ScoreTile:
         """Return the pairs of the tile as a score function takes them."""
+        tile_q, first_key = self.spec.sizes.tile_q, tile.work_tile["key_position"] + self.wg * PANEL
 
-        def query() -> PairValue:
-            columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
-            return PairValue(columns + tile.work_tile.position(tile.tile_index), (1,))
+        def columns() -> Columns:
+            return plgpu.broadcasted_iota(jnp.int32, (tile_q,), 0, layout=COLUMN)
 
         return ScoreTile(
             shape=self.spec.s_shape,
             request=tile.work_tile["req"],
-            head=lambda: PairValue(tile.head, ()),
-            query=query,
-            key=lambda: PairValue(self._positions(tile), (0,)),
+            head=PairValue(lambda: tile.head, ()),
+            query=Positions(
+                tile.work_tile.position(tile.tile_index), columns, (1,), tile_q, self._column_indices
+            ),
+            key=Positions(first_key, self._rows, (0,), PANEL),
+            query_axis=1,
             is_interpreted=self.spec.is_interpreted,
         )
 
@@ -268,8 +323,11 @@ class DkDvScores:
 
     def _columns(self) -> Tile:
         """Return the index of each query within its tile."""
+        return self._broadcast_columns(self._column_indices())
+
+    def _column_indices(self) -> Columns:
         # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        return self._broadcast_columns(plgpu.load(self.columns_s, layout=COLUMN, optimized=False))
+        return plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
 
     def _broadcast_columns(self, x: Columns) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [1])

@@ -237,7 +237,7 @@ class DqMainloop:
             for chunk, ref in enumerate(sum_refs):
                 plgpu.wgmma(ref, last_ds, keys.at[last_stage, chunk])
             # The mask's data comes from global memory: load it while the products are in flight.
-            loaded = self.scores.masking.load(tile)
+            loaded = self.scores.load(tile)
             # Wait for S but neither for dP nor for dQ: P is computed meanwhile.
             s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.num_chunks + num_more)
             weights = self.scores.weights(lax.optimization_barrier(s), row_stats, tile, loaded)
@@ -250,7 +250,7 @@ class DqMainloop:
         if not self.spec.is_interpreted:
             return pl.run_scoped(products, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
         s = run_mma(self.spec.s_shape, issue_scores)
-        weights = self.scores.weights(s, row_stats, tile, self.scores.masking.load(tile))
+        weights = self.scores.weights(s, row_stats, tile, self.scores.load(tile))
         plgpu.barrier_wait(values.full.at[value_stage])
         dp = run_mma(self.spec.s_shape, issue_dp)
         plgpu.barrier_arrive(values.free.at[value_stage])

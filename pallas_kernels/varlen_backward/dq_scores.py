@@ -8,10 +8,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_backward.dkdv_scores import apply_score_mod, apply_soft_cap, score_weight
+from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_scores import (
+    LoadedScoreData,
+    apply_score_mod,
+    apply_soft_cap,
+    has_weight,
+    score_weight,
+)
 from pallas_kernels.varlen_backward.spec import ROW
-from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.masking import Masking
 from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
@@ -61,25 +68,38 @@ class DqScores:
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)
 
-    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
+    def load(self, tile: KvTile) -> LoadedScoreData:
+        """Load what the mask and the score function of a tile need; the data is in global memory."""
+        mask, lookups = self.masking.load(tile), None
+        if self.score_mod is not None:
+            score_tile = tile.score_tile(self._column_indices)
+            # The accumulators leave too few registers for a branch.
+            lookups = self.score_mod.load(score_tile, with_derivative=True, finds_uniform=False)
+        return LoadedScoreData(mask, lookups)
+
+    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedScoreData) -> Tile:
         """Return the probabilities of Q K^T times the derivatives of the scores; invisible pairs are 0."""
-        y, tanh = apply_soft_cap(s, self.spec.score)
-        lse = row_stats.lse
+        score, tanh, derivative = self.spec.score, None, None
+        y, factor, lse = s, score.scale, row_stats.lse
+        if self.score_mod is None or score.soft_cap is not None or tile.rows.slope is not None:
+            (y, tanh), factor = apply_soft_cap(s, score), 1 / LOG2E
         if tile.rows.slope is not None:
             y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
-        derivative = None
-        if self.score_mod is not None:
-            y, derivative = apply_score_mod(self.score_mod, y, tile.score_tile())
-        p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
-        return score_weight(p, tanh, derivative)
+        if self.score_mod is None:
+            y = y - self._broadcast_rows(lse)
+        else:
+            assert loaded.lookups is not None
+            score_tile = tile.score_tile(self._column_indices)
+            y, derivative = apply_score_mod(self.score_mod, y, factor, lse, score_tile, loaded.lookups)
+        p = jnp.exp2(self.masking.apply(tile, loaded.mask, y))
+        return score_weight(p, tanh, derivative, self.score_mod)
 
     def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
         """Return dS without the scale; dP may be NaN for invisible keys."""
         ds = weights * (dp - self._broadcast_rows(row_stats.delta))
         if tile.masked_ends is MaskedEnds.NONE:
             return ds
-        # A score function's derivative may be negative.
-        return jnp.where(weights > 0.0 if self.score_mod is None else weights != 0.0, ds, 0.0)
+        return jnp.where(has_weight(weights, self.score_mod), ds, 0.0)
 
     def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
         """Add the ALiBi bias; without a score function, the row's part of a linear bias goes into the LSE."""
@@ -95,9 +115,11 @@ class DqScores:
 
     def _columns(self) -> Tile:
         """Return the index of each key within its tile, f32."""
+        return lax.broadcast_in_dim(self._column_indices(), self.spec.s_shape, [1])
+
+    def _column_indices(self) -> Columns:
         # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        column = plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+        return plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
 
     def _broadcast_rows(self, x: Rows) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

@@ -185,7 +185,7 @@ class WarpDkDvMainloop:
         """Add a query tile to dk and dv; see compute_step for the arguments."""
         smem, pipeline, computes = self.smem, self.pipeline, self.spec.computes
         # The mask's data comes from global memory: load it before anything is awaited.
-        loaded = scores.load_mask(tile)
+        loaded = scores.load(tile)
         stage = pipeline.wait_first(tile, step)
         queries_s, dout_s, stats_s = (
             stages.at[stage] for stages in (smem.query, smem.dout, smem.stats_and_columns)

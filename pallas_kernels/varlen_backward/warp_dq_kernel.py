@@ -152,7 +152,7 @@ class WarpDqMainloop:
         smem, scores, work_tile = self.smem.attention, self.scores, rows.work_tile
         tile = rows.tile(i, masked_ends, is_first=is_first)
         # The mask's data comes from global memory: load it before the values are awaited.
-        loaded = scores.masking.load(tile)
+        loaded = scores.load(tile)
         stage = self.pipeline.wait_first(work_tile, i, state.loads)
         keys_s, values_s = smem.k.at[stage], smem.v.at[stage]
         rank = self.wg

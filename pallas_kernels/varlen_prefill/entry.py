@@ -239,7 +239,8 @@ def varlen_prefill(
     spec = PrefillSpec(
         shape=shape, score=score, sizes=sizes, dtype=query.dtype, has_lists=has_lists,
         has_alibi=alibi_slopes is not None, returns_lse=return_lse, quantized=quantized,
-        has_score_mod=score_mod is not None, interpret=interpret,
+        has_score_mod=score_mod is not None,
+        max_score=None if score_mod is None else score_mod.max_score, interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.

@@ -51,7 +51,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Ref, Rows, Scalar, ScratchType, Tile
+from pallas_kernels.score_mod import Lookups
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, ScratchType, Tile
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.loader import Dequantizer, KvPipeline, PrefillLoader, QueryBuffers
@@ -194,15 +195,14 @@ class PrefillMainloop:
         self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline, self.queries = KvPipeline(smem, barriers, spec.sizes, self.team), queries
-        self.bias = Bias(smem.alibi, self.columns, wg, spec, inputs.score_mod)
-        self.masking, self.policy = Masking(inputs.mask, self.columns, spec), choose_row_max_policy(spec)
+        self.bias = Bias(smem.alibi, self.column_indices, wg, spec, inputs.score_mod)
+        self.masking, self.policy = Masking(inputs.mask, self.bias.columns, spec), choose_row_max_policy(spec)
         self.values = ValueTiles(self.pipeline.values, self.pipeline, spec)
 
-    def columns(self) -> Tile:
-        """Return the index of each key within its tile, f32."""
+    def column_indices(self) -> Columns:
+        """Return the index of each key within its tile, f32 [tile_kv]."""
         # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        column = plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+        return plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the team."""
@@ -282,13 +282,13 @@ class PrefillMainloop:
             self.pipeline.skip(step, jnp.int32(0), begin)
         # The rows' first KV tile, which has no P V beside it. It may contain both ends of the visible keys.
         tile, policy, first_step = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.policy, step + begin
-        # The mask's data comes from global memory: load it before the keys are awaited.
-        loaded = self.masking.load(tile)
+        # The mask's data and lookups come from global memory: load them before the keys are awaited.
+        loaded, lookups = self.masking.load(tile), self.bias.load(tile)
         s = self.scores(q_s, first_step, iteration)
-        s, row_term = self.bias.apply(tile, s)
+        s, scaling = self.bias.apply(tile, s, lookups)
         row_max = full_rows(policy.initial_row_max)
-        s = self.masking.apply(tile, loaded, policy.prescale(s, row_term, row_max, is_first=True))
-        shifted = policy.shift_scores(s, row_term, row_max, is_first=True)
+        s = self.masking.apply(tile, loaded, policy.prescale(s, scaling, row_max, is_first=True))
+        shifted = policy.shift_scores(s, scaling, row_max, is_first=True)
         p, row_sum = probabilities(shifted.exponent)
         state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
         # The next step issues P V with these values, so they must have arrived and been cleared.
@@ -346,25 +346,26 @@ class PrefillMainloop:
         def overlap(refs: tuple[tuple[Ref, ...], TileSoftmax]) -> None:
             acc_refs, softmax_refs = refs
 
-            def products(s_ref: Ref) -> tuple[Tile, LoadedMask]:
+            def products(s_ref: Ref) -> tuple[Tile, LoadedMask, Lookups | None]:
                 # QK before PV: products complete in order, and the softmax of S overlaps with P V.
                 self.issue_scores(s_ref, q_s, stage)
                 self.issue_values(acc_refs, state.p, previous)
-                # The mask's data comes from global memory: load it while both products are in flight.
-                loaded = self.masking.load(tile)
+                # The mask's data and lookups come from global memory: load them while both products are in
+                # flight.
+                loaded, lookups = self.masking.load(tile), self.bias.load(tile)
                 # Wait for S, but not for P V.
-                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), loaded
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), loaded, lookups
 
-            s, loaded = pl.run_scoped(products, plgpu.ACC(spec.s_shape, f32))
+            s, loaded, lookups = pl.run_scoped(products, plgpu.ACC(spec.s_shape, f32))
             s = lax.optimization_barrier(s)
             # Release the keys as soon as S is complete: the loading warp may refill their stage.
             plgpu.barrier_arrive(keys.free.at[stage])
             # Mask: after the bias, whose row term the policy adds, and before the maximum.
-            s, row_term = self.bias.apply(tile, s)
-            s = policy.prescale(s, row_term, state.row_max, is_first=False)
+            s, scaling = self.bias.apply(tile, s, lookups)
+            s = policy.prescale(s, scaling, state.row_max, is_first=False)
             s = self.masking.apply(tile, loaded, s)
             # Softmax: exponents first, because the vote on a new row_max is a branch.
-            shifted = policy.shift_scores(s, row_term, state.row_max, is_first=False)
+            shifted = policy.shift_scores(s, scaling, state.row_max, is_first=False)
             if spec.waits_for_values_first:
                 self.values.wait(tile, step)
                 plgpu.wgmma_wait(0)
@@ -387,10 +388,10 @@ class PrefillMainloop:
         """Compute the same as `attend_tile` in interpret mode, one product after the other."""
         s = self.scores(q_s, step)
         accs = self.add_values(state, step - 1)
-        s, row_term = self.bias.apply(tile, s)
-        s = self.policy.prescale(s, row_term, state.row_max, is_first=False)
+        s, scaling = self.bias.apply(tile, s, self.bias.load(tile))
+        s = self.policy.prescale(s, scaling, state.row_max, is_first=False)
         s = self.masking.apply(tile, self.masking.load(tile), s)
-        shifted = self.policy.shift_scores(s, row_term, state.row_max, is_first=False)
+        shifted = self.policy.shift_scores(s, scaling, state.row_max, is_first=False)
         p, row_sum = probabilities(shifted.exponent)
         softmax = TileSoftmax(p, row_sum, shifted.row_max, shifted.alpha, shifted.needs_rescale)
         self.values.wait(tile, step)

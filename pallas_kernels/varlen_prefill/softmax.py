@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import warp_votes
-from pallas_kernels.score_mod import KernelScoreMod
+from pallas_kernels.score_mod import KernelScoreMod, Lookups
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Rows, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.spec import ROW, AlibiOperands, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile
 
@@ -28,17 +28,29 @@ from pallas_kernels.varlen_prefill.tile_scheduler import KvTile
 SLOPE_TERMS = 3  # 16-bit numbers that add up to an f32 slope
 
 
+class Scaling(NamedTuple):
+    """How the softmax converts scores to base-2 exponents: `s * factor + row_term`.
+
+    Attributes:
+        factor: Factor of all scores. Static.
+        row_term: Scalar or term per row, or None.
+    """
+
+    factor: float
+    row_term: Scalar | Rows | None = None
+
+
 class Bias:
     """Soft cap, ALiBi bias and score function of one warpgroup.
 
     Attributes:
-        factor: Factor that the softmax multiplies the scores by; see PrefillSpec.score_factor.
+        factor: Factor that the softmax multiplies the scores by without a score function.
     """
 
     def __init__(
         self,
         operands: AlibiOperands | None,
-        columns: Callable[[], Tile],
+        column_indices: Callable[[], Columns],
         wg: Scalar,
         spec: PrefillSpec,
         score_mod: KernelScoreMod | None,
@@ -47,12 +59,12 @@ class Bias:
 
         Args:
             operands: Shared memory for the operands of the ALiBi product; None if no product adds the bias.
-            columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
+            column_indices: Function that returns the index of each key within its tile, f32 [tile_kv].
             wg: Index of the warpgroup.
             spec: Static description of the kernel.
             score_mod: Score function, or None.
         """
-        self.columns, self.spec, self.wg, self.score_mod = columns, spec, wg, score_mod
+        self.column_indices, self.spec, self.wg, self.score_mod = column_indices, spec, wg, score_mod
         self.all_operands = operands
         self.operands = None if operands is None else AlibiOperands(*(ref.at[wg] for ref in operands))
         self.factor = spec.score_factor
@@ -82,45 +94,63 @@ class Bias:
         slopes_s[...] = tile.astype(dtype)
         plgpu.commit_smem()
 
-    def apply(self, tile: KvTile, s: Tile) -> tuple[Tile, Rows | None]:
+    def columns(self) -> Tile:
+        """Return the index of each key within its tile, f32 [64, tile_kv]."""
+        return lax.broadcast_in_dim(self.column_indices(), self.spec.s_shape, [1])
+
+    def load(self, tile: KvTile) -> Lookups | None:
+        """Load what the score function looks up. Call it early, because the arrays are in global memory."""
+        if self.score_mod is None:
+            return None
+        return self.score_mod.load(tile.score_tile(self.column_indices))
+
+    def apply(self, tile: KvTile, s: Tile, lookups: Lookups | None) -> tuple[Tile, Scaling]:
         """Apply the soft cap, the bias and the score function.
 
         Args:
             tile: KV tile of the scores.
             s: Q K^T; with ALiBi operands, the ALiBi product is already added.
+            lookups: Result of `load`.
 
         Returns:
-            The scores, to be multiplied by `factor`, and a term per row that is added after the
-            multiplication, or None.
+            The scores, and how the softmax converts them to base-2 exponents.
         """
-        score, rows = self.spec.score, tile.rows
+        score, rows, scaling = self.spec.score, tile.rows, Scaling(self.factor)
         if score.soft_cap is not None:
             s = jnp.tanh(s * (score.scale / score.soft_cap))
         if self.score_mod is not None:
-            return self._apply_score_mod(tile, s * (score.soft_cap or score.scale), self.score_mod), None
+            assert lookups is not None
+            return self._apply_score_mod(tile, s, self.score_mod, lookups)
         if self.factor == 1.0:
             s = s * ((score.soft_cap or score.scale) * LOG2E)
         if rows.slope is None:
-            return s, None
+            return s, scaling
         first = (rows.positions() - tile.first_key()).astype(f32)
         slope = broadcast_to_keys(rows.slope * (1 / self.factor), s)
         if score.sqrt_alibi:
             first = lax.broadcast_in_dim(first, s.shape, [0])
             distances = jnp.maximum(first - self.columns(), 0.0)
-            return s - jnp.sqrt(distances) * slope, None
+            return s - jnp.sqrt(distances) * slope, scaling
         # The bias is slope * (column - first): linear in the column, plus a term of the row.
-        return s if self.operands is not None else s + self.columns() * slope, first * -rows.slope
+        s = s if self.operands is not None else s + self.columns() * slope
+        return s, scaling._replace(row_term=first * -rows.slope)
 
-    def _apply_score_mod(self, tile: KvTile, s: Tile, score_mod: KernelScoreMod) -> Tile:
-        """Add the ALiBi bias to capped scores in natural units, and apply the score function."""
-        rows = tile.rows
+    def _apply_score_mod(
+        self, tile: KvTile, s: Tile, score_mod: KernelScoreMod, lookups: Lookups
+    ) -> tuple[Tile, Scaling]:
+        """Add the ALiBi bias to capped scores, and apply the score function."""
+        rows, factor = tile.rows, self.spec.score.soft_cap or self.spec.score.scale
         if rows.slope is not None:
+            s, factor = s * factor, 1.0
             first = lax.broadcast_in_dim((rows.positions() - tile.first_key()).astype(f32), s.shape, [0])
             distances = first - self.columns()
             if self.spec.score.sqrt_alibi:
                 distances = jnp.sqrt(jnp.maximum(distances, 0.0))
             s = s - distances * broadcast_to_keys(rows.slope * (1 / LOG2E), s)
-        return score_mod.apply(s, tile.score_tile())
+        new_scores = score_mod.apply(s, factor, tile.score_tile(self.column_indices), lookups)
+        query_term = new_scores.query_term
+        row_term = None if query_term is None else query_term * LOG2E
+        return new_scores.tile, Scaling(new_scores.factor * LOG2E, row_term)
 
 
 def broadcast_to_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
@@ -161,9 +191,8 @@ class ShiftedScores(NamedTuple):
 class RowMaxPolicy(Protocol):
     """Interface of the policies that choose row_max.
 
-    The main loop calls `prescale`, masks the result, and passes it to `shift_scores`. Scores come without
-    `PrefillSpec.score_factor`; `row_term`, unless None, is a term per row that the policy adds to the
-    scores.
+    The main loop calls `prescale`, masks the result, and passes it to `shift_scores`. Scores come as
+    `Bias.apply` returns them; the policy applies their `scaling`.
     """
 
     @property
@@ -174,10 +203,10 @@ class RowMaxPolicy(Protocol):
     def tests_rescale(self) -> bool:
         """Whether the policy tests `needs_rescale`."""
 
-    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+    def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores in the form in which invisible pairs are replaced by -inf."""
 
-    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+    def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Subtract row_max, or a new row_max, from masked scores of `prescale`.
 
         On a row's first tile `row_max` is `initial_row_max`, and the resulting alpha has no meaning.
@@ -189,9 +218,8 @@ class RowMaxPolicy(Protocol):
 
 def choose_row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
     """Choose the row-max policy of a kernel."""
-    soft_cap = spec.score.soft_cap
-    is_small = soft_cap is not None and soft_cap * LOG2E <= HEADROOM[spec.dtype]
-    if is_small and not (spec.has_alibi or spec.has_score_mod):
+    max_score = spec.max_score if spec.has_score_mod or spec.has_alibi else spec.score.soft_cap
+    if max_score is not None and max_score * LOG2E <= HEADROOM[spec.dtype]:
         return NoRowMax(spec)
     # LazyRescale rounds a row's first scores once in the work tile's first step, but twice if earlier steps
     # were masked out, which would make the result depend on the other rows.
@@ -212,11 +240,11 @@ class NoRowMax:
 
     spec: PrefillSpec
 
-    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+    def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scaled scores."""
-        return s * self.spec.score_factor
+        return s * scaling.factor
 
-    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+    def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Return the scores unchanged; row_max stays 0."""
         return ShiftedScores(s, row_max, row_max)
 
@@ -233,13 +261,13 @@ class RunningRowMax(NoRowMax):
 
     headroom: float = 0.0
 
-    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+    def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores unchanged: their maximum comes first."""
         return s
 
-    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+    def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from the scores."""
-        factor = self.spec.score_factor
+        factor, row_term = scaling
         tile_max = s.max(axis=1) * factor + (0.0 if row_term is None else row_term)
         new_max = jnp.maximum(row_max, tile_max + self.headroom)
         base = finite_row_max(new_max)
@@ -260,17 +288,17 @@ class LazyRescale(RunningRowMax):
 
     tests_rescale: ClassVar[bool] = True
 
-    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+    def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores minus row_max, which most tiles keep."""
         if is_first:
             return s
-        base = finite_row_max(row_max) if row_term is None else finite_row_max(row_max) - row_term
-        return s * self.spec.score_factor - broadcast_rows(base, s)
+        base, row_term = finite_row_max(row_max), scaling.row_term
+        return s * scaling.factor - broadcast_rows(base if row_term is None else base - row_term, s)
 
-    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+    def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Keep row_max unless a score of the warp reaches it; a first tile is like RunningRowMax's."""
         if is_first:
-            return super().shift_scores(s, row_term, row_max, is_first=True)
+            return super().shift_scores(s, scaling, row_max, is_first=True)
         needs_rescale = warp_votes.needs_rescale(s, row_max, is_interpreted=self.spec.is_interpreted)
         exponent, row_max, alpha = lax.cond(
             needs_rescale,

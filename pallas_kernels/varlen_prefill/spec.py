@@ -85,6 +85,7 @@ class PrefillSpec:
         has_lists: Whether work tiles follow tile lists, instead of all KV tiles that `score` leaves visible.
         has_alibi: Whether scores have an ALiBi bias.
         has_score_mod: Whether a score function changes the scores.
+        max_score: Bound of the absolute scores that the score function returns, or None.
         returns_lse: Whether the kernel writes the log-sum-exp.
         quantized: Storage of an 8-bit cache, which the kernel dequantizes; None for a 16-bit cache.
         interpret: Interpret-mode parameters, or None for a GPU.
@@ -114,7 +115,7 @@ class PrefillSpec:
             630 either way with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes
             705 us instead of 700. Tile lists were not measured.
         score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
-            Scores of a score function are in natural units.
+            Not used with a score function.
         table_columns: Names of the columns of the schedule's table.
         load_registers: Registers per thread that loads; unused with per_warp_mma.
         compute_registers: Registers per thread that computes; unused with per_warp_mma.
@@ -129,6 +130,7 @@ class PrefillSpec:
     returns_lse: bool
     quantized: QuantizedKV | None = None
     has_score_mod: bool = False
+    max_score: float | None = None
     interpret: Interpret = None
     is_interpreted: bool = dataclasses.field(init=False)
     s_shape: tuple[int, int] = dataclasses.field(init=False)
@@ -179,8 +181,6 @@ class PrefillSpec:
         fits = load + dequantizing + sizes.warpgroups * compute <= num_warpgroups * at_launch
         assert fits or sizes.per_warp_mma
         score_factor = score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0
-        if self.has_score_mod:
-            score_factor = LOG2E
         vars(self).update(
             is_interpreted=is_interpreted,
             s_shape=(M, sizes.tile_kv),

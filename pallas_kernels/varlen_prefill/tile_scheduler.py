@@ -10,10 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.ptx.bit_mask import WORD_BITS
-from pallas_kernels.score_mod import PairValue, ScoreTile
+from pallas_kernels.score_mod import PairValue, Positions, ScoreTile
 from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.memory import ALIGN
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
@@ -248,9 +248,17 @@ class QueryRows:
 
     def positions(self) -> Rows:
         """Return the position of the query in each row."""
-        first = self.work_tile.column("position") + self.rank * self.tokens
+        first = self.first_position()
+        return self.token_indices() + first
+
+    def first_position(self) -> Scalar:
+        """Return the position of the first query of these rows."""
+        return self.work_tile.column("position") + self.rank * self.tokens
+
+    def token_indices(self) -> Rows:
+        """Return the index of the token in each row, among those of these rows."""
         row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
-        return (row if self.tokens == M else row & (self.tokens - 1)) + first
+        return row if self.tokens == M else row & (self.tokens - 1)
 
     def has_work(self) -> Scalar:
         """Return whether at least one of these rows is valid and the work tile has keys."""
@@ -380,24 +388,25 @@ class KvTile(NamedTuple):
             interpret=spec.interpret,
         )
 
-    def score_tile(self) -> ScoreTile:
-        """Return the pairs of the tile as a score function takes them."""
+    def score_tile(self, column_indices: Callable[[], Columns]) -> ScoreTile:
+        """Return the pairs of the tile as a score function takes them.
+
+        Args:
+            column_indices: Function that returns the index of each key within the tile, f32 [tile_kv].
+        """
         rows, spec = self.rows, self.rows.spec
         tile_kv = spec.sizes.tile_kv
 
-        def head() -> PairValue:
-            heads = rows.per_head(lambda head: head)
-            return PairValue(heads, (0,) if heads.ndim else ())
+        def columns() -> Columns:
+            return plgpu.broadcasted_iota(jnp.int32, (tile_kv,), 0, layout=COLUMN)
 
-        def key() -> PairValue:
-            columns = plgpu.broadcasted_iota(jnp.int32, (tile_kv,), 0, layout=COLUMN)
-            return PairValue(columns + self.first_key(), (1,))
-
+        has_packed_heads = spec.sizes.pack_gqa > 1
         return ScoreTile(
             shape=spec.s_shape,
             request=rows.work_tile.column("req"),
-            head=head,
-            query=lambda: PairValue(rows.positions(), (0,)),
-            key=key,
+            head=PairValue(lambda: rows.per_head(lambda head: head), (0,) if has_packed_heads else ()),
+            query=Positions(rows.first_position(), rows.token_indices, (0,), rows.tokens),
+            key=Positions(self.first_key(), columns, (1,), tile_kv, column_indices),
+            query_axis=0,
             is_interpreted=spec.is_interpreted,
         )

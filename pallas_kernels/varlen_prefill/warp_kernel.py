@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
-from pallas_kernels.shared.types import Barriers, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Columns, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.epilogue import (
     RowResults,
     store_output_from_registers,
@@ -101,14 +101,13 @@ class WarpMainloop:
         self.wg = lax.axis_index("warpgroup") if spec.sizes.warpgroups > 1 else jnp.int32(0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline = WarpPipeline(inputs, smem, barrier, spec, self.wg)
-        self.bias = Bias(None, self.columns, self.wg, spec, inputs.score_mod)
-        self.masking, self.policy = Masking(inputs.mask, self.columns, spec), choose_row_max_policy(spec)
+        self.bias = Bias(None, self.column_indices, self.wg, spec, inputs.score_mod)
+        self.masking, self.policy = Masking(inputs.mask, self.bias.columns, spec), choose_row_max_policy(spec)
 
-    def columns(self) -> Tile:
-        """Return the index of each key within its tile, f32."""
+    def column_indices(self) -> Columns:
+        """Return the index of each key within its tile, f32 [tile_kv]."""
         # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        column = plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
+        return plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
@@ -193,7 +192,7 @@ class WarpMainloop:
         tile = rows.tile(i, masked_ends, is_first=is_first)
         num_chunks, is_interpreted = spec.shape.head.num_chunks, spec.is_interpreted
         # The mask's data comes from global memory: load it before the keys are awaited.
-        loaded = self.masking.load(tile)
+        loaded, lookups = self.masking.load(tile), self.bias.load(tile)
         stage = self.pipeline.wait_first(work_tile, i, state.loads)
         q_s, k_s, v_s = self.smem.query.at[self.wg], self.smem.k.at[stage], self.smem.v.at[stage]
         s = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
@@ -201,10 +200,10 @@ class WarpMainloop:
             operands = q_s.at[chunk], k_s.at[chunk]
             (s,) = multiply_tiles([s], *operands, is_transposed=True, is_interpreted=is_interpreted)
         # Mask: after the bias, whose row term the policy adds, and before the maximum.
-        s, row_term = self.bias.apply(tile, s)
-        s = policy.prescale(s, row_term, state.row_max, is_first=is_first)
+        s, scaling = self.bias.apply(tile, s, lookups)
+        s = policy.prescale(s, scaling, state.row_max, is_first=is_first)
         s = self.masking.apply(tile, loaded, s)
-        shifted = policy.shift_scores(s, row_term, state.row_max, is_first=is_first)
+        shifted = policy.shift_scores(s, scaling, state.row_max, is_first=is_first)
         p, row_sum = probabilities(shifted.exponent)
         accs = state.accs
         if not is_first:

@@ -15,7 +15,7 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
-from pallas_kernels.score_mod import KernelScoreMod, PairValue
+from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
 from pallas_kernels.shared.score import Score
@@ -350,16 +350,16 @@ next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
 def positions_of_next_keys(patch: pytest.MonkeyPatch) -> None:
     original = tile_scheduler.KvTile.score_tile
 
-    def mutated(tile):
-        pairs = original(tile)
-        return pairs._replace(key=lambda: PairValue(pairs.key().array + 1, (1,)))
+    def mutated(tile, column_indices):
+        pairs = original(tile, column_indices)
+        return pairs._replace(key=pairs.key._replace(first=pairs.key.first + 1))
 
     patch.setattr(tile_scheduler.KvTile, "score_tile", mutated)
 
 
 def derivatives_of_one(patch: pytest.MonkeyPatch) -> None:
     original = KernelScoreMod.apply_with_derivative
-    mutated = lambda mod, s, tile: (original(mod, s, tile)[0], jnp.ones_like(s))
+    mutated = lambda mod, s, *rest: (original(mod, s, *rest)[0], jnp.ones_like(s))
     patch.setattr(KernelScoreMod, "apply_with_derivative", mutated)
 
 

@@ -16,7 +16,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
-from pallas_kernels.score_mod import why_no_kernel
+from pallas_kernels.score_mod import looks_up_each_pair, why_no_kernel
 from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES
 
 
@@ -148,7 +148,12 @@ def _choose_prefill(
     sizes = prefill_kernel.default_sizes(
         spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=dequantizes, gpu=gpu
     )
-    if layer.score_function is not None and layer.score_function.tables and sizes.warpgroups == 3:
+    if (
+        sizes.warpgroups == 3
+        and layer.score_function is not None
+        and layer.score_function.tables
+        and looks_up_each_pair(layer.score_function)
+    ):
         # Lookups of a tile of pairs spill from the registers that three warpgroups leave.
         sizes = dataclasses.replace(sizes, warpgroups=2)
     return PrefillKernelConfig(

@@ -17,11 +17,13 @@ from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
 from tests.regions import kernel_for
-from tests.score_functions import gained, hiding, relative, scaled
+from tests.score_functions import capped, gained, hiding, relative, scaled
 
 pytestmark = pytest.mark.kernels
 SLOW = pytest.mark.slow
 GRADIENTS = {"query_lens": [20, 70], "seq_lens": [30, 90]}
+# Some tiles are so far from the diagonal that all of their clipped distances are equal.
+LONG_GRADIENTS = {"query_lens": [20, 170], "seq_lens": [30, 200]}
 PREFILL = {"query_lens": [20, 70], "seq_lens": [30, 190]}
 DECODE = {"query_lens": [1, 1], "seq_lens": [33, 170]}
 SPECULATIVE = {"query_lens": [3, 3], "seq_lens": [33, 170], "decode_query_len": 3}
@@ -76,9 +78,9 @@ def check(function, lens, *, gpu=None, **options):
         problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
 
 
-def check_gradients(function, *, gpu=None, **options):
+def check_gradients(function, lens=None, *, gpu=None, **options):
     """Compare the gradients of prompts with the definition."""
-    problem, modifiers = problem_of(function, GRADIENTS, kv="no_cache", **options)
+    problem, modifiers = problem_of(function, lens or GRADIENTS, kv="no_cache", **options)
     loss_weights = oracle_gradients.draw_weights(problem)
     outs, lses = oracle.attention(problem.spec, problem.step)
     run = functools.partial(
@@ -97,8 +99,10 @@ def check_gradients(function, *, gpu=None, **options):
     ("function", "lens", "options"),
     [
         pytest.param(gained, PREFILL, {"kv": "NHD", "spec": {"soft_cap": 5.0, "window": (50, None)}}),
+        pytest.param(relative, PREFILL, {"kv": "no_cache", "spec": {"window": (150, None)}}),
         pytest.param(relative, DECODE, {"kv": "NHD"}),
         pytest.param(relative, PREFILL, {"kv": "no_cache", "has_alibi": True}, marks=SLOW),
+        pytest.param(capped, PREFILL, {"kv": "no_cache"}, marks=SLOW),
         pytest.param(hiding, PREFILL, {"kv": "HND", "has_sinks": True}, marks=SLOW),
         pytest.param(scaled, PREFILL, {"kv": "no_cache", "spec": {"causal": False}}, marks=SLOW),
         pytest.param(gained, SPECULATIVE, {"kv": "HND", "spec": {"soft_cap": 5.0}}, marks=SLOW),
@@ -128,6 +132,8 @@ def test_kernels_equal_the_definition(function, lens, options):
         pytest.param(hiding, {"has_sinks": True}, marks=SLOW),
         pytest.param(hiding, {"spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(relative, {"mask": "slashed"}, marks=SLOW),
+        pytest.param(relative, {"lens": LONG_GRADIENTS, "spec": {"window": (150, None)}}),
+        pytest.param(capped, {"lens": LONG_GRADIENTS}, marks=SLOW),
         pytest.param(scaled, {"mask": "slashed", "spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(gained, {"spec": {"soft_cap": 5.0, "window": (50, None)}, "gpu": "8.0"}, marks=SLOW),
         pytest.param(relative, {"has_alibi": True, "mask": "slashed", "gpu": "8.9"}, marks=SLOW),
