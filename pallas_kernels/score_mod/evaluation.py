@@ -249,8 +249,10 @@ class _Evaluation(NamedTuple):
         self, axes: Mapping[Any, TileAxes], numbers: Sequence[int]
     ) -> tuple[dict[int, Any], Scalar | None]:
         """Return the elements of lookups per pair at their first index, and whether all indices are equal."""
-        per_pair = [n for n in numbers if axes[self.jaxpr.eqns[n].outvars[0]] == TILE]
-        if not per_pair:
+        axes_of_lookups = {n: axes[self.jaxpr.eqns[n].outvars[0]] for n in numbers}
+        per_pair = [n for n in numbers if axes_of_lookups[n] == TILE]
+        # Elements per key would remain, and take the registers that a branch needs.
+        if not per_pair or (1 - self.tile.query_axis,) in axes_of_lookups.values():
             return {}, None
         tile, key_axis = self.tile, 1 - self.tile.query_axis
         request = self.tile.request + self.first_row
