@@ -146,9 +146,9 @@ def test_masked_batch_lists_only_tiles_of_its_own_keys():
     with as_on_a_gpu() as called, wraps as coverage_calls:
         actual = jax.jit(jax.grad(loss_of(batched_attention(mask, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
-    # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
+    # Blocks of 16 keys in the forward pass, tiles of 128 in the backward one; the batch has 240.
     widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in coverage_calls.call_args_list}
-    assert widths == {64: 2, 128: 1}
+    assert widths == {16: 6, 128: 1}
     assert_near(actual, expected)
 
 
