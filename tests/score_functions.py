@@ -19,6 +19,11 @@ def capped(score, batch, head, q_idx, kv_idx, table):
     return 3.0 * jnp.tanh((score + table[head, jnp.clip(q_idx - kv_idx + 16, 0, 32)]) / 3.0)
 
 
+def bounded(score, batch, head, q_idx, kv_idx):
+    """Cap the score, and add a term per query."""
+    return 2.0 * jnp.tanh(score / 2.0) + jnp.cos(q_idx.astype(jnp.float32))
+
+
 def gained(score, batch, head, q_idx, kv_idx, gains, ids, is_special):
     """Combine lookups per row and head, per query, and per key beyond the end of an array."""
     capped = jnp.where(is_special[q_idx], score * gains[batch, head], 2.0 * jnp.tanh(score / 2.0))

@@ -242,7 +242,8 @@ class NoRowMax:
 
     def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scaled scores."""
-        return s * scaling.factor
+        s, row_term = s * scaling.factor, scaling.row_term
+        return s if row_term is None else s + broadcast_to_keys(row_term, s)
 
     def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Return the scores unchanged; row_max stays 0."""

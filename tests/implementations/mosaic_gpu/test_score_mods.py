@@ -17,7 +17,7 @@ from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
 from tests.regions import kernel_for
-from tests.score_functions import capped, gained, hiding, relative, scaled
+from tests.score_functions import bounded, capped, gained, hiding, relative, scaled
 
 pytestmark = pytest.mark.kernels
 SLOW = pytest.mark.slow
@@ -102,6 +102,7 @@ def check_gradients(function, lens=None, *, gpu=None, **options):
         pytest.param(relative, PREFILL, {"kv": "no_cache", "spec": {"window": (150, None)}}),
         pytest.param(relative, DECODE, {"kv": "NHD"}),
         pytest.param(relative, PREFILL, {"kv": "no_cache", "has_alibi": True}, marks=SLOW),
+        pytest.param(bounded, PREFILL, {"kv": "no_cache"}),
         pytest.param(capped, PREFILL, {"kv": "no_cache"}, marks=SLOW),
         pytest.param(hiding, PREFILL, {"kv": "HND", "has_sinks": True}, marks=SLOW),
         pytest.param(scaled, PREFILL, {"kv": "no_cache", "spec": {"causal": False}}, marks=SLOW),
