@@ -134,6 +134,7 @@ def test_kernels_equal_the_definition(function, lens, options):
         pytest.param(hiding, {"spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(relative, {"mask": "slashed"}, marks=SLOW),
         pytest.param(relative, {"lens": LONG_GRADIENTS, "spec": {"window": (150, None)}}),
+        pytest.param(bounded, {}, marks=SLOW),
         pytest.param(capped, {"lens": LONG_GRADIENTS}, marks=SLOW),
         pytest.param(scaled, {"mask": "slashed", "spec": {"deterministic": True}}, marks=SLOW),
         pytest.param(gained, {"spec": {"soft_cap": 5.0, "window": (50, None)}, "gpu": "8.0"}, marks=SLOW),
