@@ -41,7 +41,7 @@ from pallas_kernels.ptx.cp_async import (
 )
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
-from pallas_kernels.ptx.tile_mma import multiply_tiles
+from pallas_kernels.ptx.tile_mma import multiply_chunks
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
@@ -418,11 +418,7 @@ def score_body(
 
         if dims.architecture.has_wgmma:
             return pl.run_scoped(by_wgmma, plgpu.ACC(shape, f32))
-        s = plgpu.layout_cast(jnp.zeros(shape, f32), W)
-        for side in range(2):
-            operands = smem.bounds.at[stage, side], smem.q.at[side]
-            (s,) = multiply_tiles([s], *operands, is_transposed=True, is_interpreted=is_interpreted)
-        return s
+        return multiply_chunks(smem.bounds.at[stage], smem.q, is_interpreted=is_interpreted)
 
     def consume(pipeline: Pipeline) -> None:
         state = pipeline.start()

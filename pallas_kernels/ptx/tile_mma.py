@@ -56,6 +56,21 @@ def multiply_tiles(accs: Sequence[Tile], a_s: Ref, b_s: Ref, *, is_transposed: b
     return tuple(run(body)(list(accs), a_s, b_s))
 
 
+def multiply_chunks(a_s: Ref, b_s: Ref, *, is_interpreted: bool) -> Tile:
+    """Return the sum of A B^T over the chunks, f32 [64, n]: the products of heads, for instance.
+
+    Args:
+        a_s: A of each chunk in SMEM, [chunks, 64, k]; see multiply_tiles.
+        b_s: B of each chunk in SMEM, [chunks, n, k].
+        is_interpreted: Static: whether the kernel runs in interpret mode.
+    """
+    product = plgpu.layout_cast(jnp.zeros((a_s.shape[1], b_s.shape[1]), f32), TILE)
+    for chunk in range(a_s.shape[0]):
+        operands = a_s.at[chunk], b_s.at[chunk]
+        (product,) = multiply_tiles([product], *operands, is_transposed=True, is_interpreted=is_interpreted)
+    return product
+
+
 def _multiply_by_lanes(
     _ctx: mgpu.LaunchContext,
     accs: Sequence[mgpu.FragmentedArray],

@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
-from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
+from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
@@ -195,33 +195,23 @@ class WarpDkDvMainloop:
         rank = self.rank + tile.work_tile["zero"]
         dk, dv = sums
         if not computes.dk:
-            s = self.score_product(smem.key.at[rank], queries_s)
+            s = multiply_chunks(smem.key.at[rank], queries_s, is_interpreted=self.spec.is_interpreted)
             p = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded).p
             pipeline.wait_second(tile, stage, next_step)
             self.clear_queries(tile, dout_s)
             return DkDvSums(dk, self.add_product(dv, p, dout_s))
         if computes.dv:
             self.clear_queries(tile, dout_s)
-        dp = self.score_product(smem.value.at[rank], dout_s)
+        dp = multiply_chunks(smem.value.at[rank], dout_s, is_interpreted=self.spec.is_interpreted)
         pipeline.wait_second(tile, stage, next_step)
         self.clear_queries(tile, queries_s)
-        s = self.score_product(smem.key.at[rank], queries_s)
+        s = multiply_chunks(smem.key.at[rank], queries_s, is_interpreted=self.spec.is_interpreted)
         probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
         ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile))
         if computes.dv:
             dv = self.add_product(dv, probabilities.p, dout_s)
         pipeline.release_first(tile, stage, next_step)
         return DkDvSums(self.add_product(dk, ds, queries_s), dv)
-
-    def score_product(self, keys_s: Ref, queries_s: Ref) -> Tile:
-        """Return 64 keys times a tile of queries, or values times dO; [chunks, ..., width] each."""
-        product = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        for chunk in range(self.spec.head.num_chunks):
-            operands = keys_s.at[chunk], queries_s.at[chunk]
-            (product,) = multiply_tiles(
-                [product], *operands, is_transposed=True, is_interpreted=self.spec.is_interpreted
-            )
-        return product
 
     def add_product(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
         """Return the sums plus `rows` [64, tile_q] times a tile of queries or of dO."""

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
-from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
+from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dq_loader import has_wide_heads
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
@@ -160,9 +160,9 @@ class WarpDqMainloop:
             # The compiler computes the addresses of queries and dO in each step instead of keeping them in
             # registers, because they depend on a 0 that it cannot treat as a constant.
             rank = rank + lax.shift_right_logical(work_tile.column("seq_len"), jnp.int32(31))
-        dp = self.score_product(self.smem.dout.at[rank], values_s)
+        dp = multiply_chunks(self.smem.dout.at[rank], values_s, is_interpreted=self.spec.is_interpreted)
         loads = self.pipeline.wait_second(work_tile, i, state.loads)
-        s = self.score_product(smem.query.at[rank], keys_s)
+        s = multiply_chunks(smem.query.at[rank], keys_s, is_interpreted=self.spec.is_interpreted)
         weights = scores.weights(s, row_stats, tile, loaded)
         ds = scores.gradients(weights, dp, row_stats, tile)
         self.clear_keys(tile, keys_s)
@@ -171,16 +171,6 @@ class WarpDqMainloop:
             for chunk, acc in enumerate(state.sums)
         )
         return WarpDqState(sums, loads)
-
-    def score_product(self, rows_s: Ref, keys_s: Ref) -> Tile:
-        """Return the products of 64 rows and the keys or values of a tile, [chunks, ..., width] each."""
-        product = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        for chunk in range(self.spec.shape.head.num_chunks):
-            operands = rows_s.at[chunk], keys_s.at[chunk]
-            (product,) = multiply_tiles(
-                [product], *operands, is_transposed=True, is_interpreted=self.spec.is_interpreted
-            )
-        return product
 
     def clear_keys(self, tile: KvTile, keys_s: Ref) -> None:
         """Zero the keys of a tile that no query of the request attends to: 0 times NaN is NaN."""

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.tile_mma import multiply_registers, multiply_tiles
+from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.types import Barriers, Columns, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.epilogue import (
     RowResults,
@@ -190,15 +190,12 @@ class WarpMainloop:
         """
         spec, policy, work_tile = self.spec, self.policy, rows.work_tile
         tile = rows.tile(i, masked_ends, is_first=is_first)
-        num_chunks, is_interpreted = spec.shape.head.num_chunks, spec.is_interpreted
+        is_interpreted = spec.is_interpreted
         # The mask's data comes from global memory: load it before the keys are awaited.
         loaded, lookups = self.masking.load(tile), self.bias.load(tile)
         stage = self.pipeline.wait_first(work_tile, i, state.loads)
         q_s, k_s, v_s = self.smem.query.at[self.wg], self.smem.k.at[stage], self.smem.v.at[stage]
-        s = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
-        for chunk in range(num_chunks):
-            operands = q_s.at[chunk], k_s.at[chunk]
-            (s,) = multiply_tiles([s], *operands, is_transposed=True, is_interpreted=is_interpreted)
+        s = multiply_chunks(q_s, k_s, is_interpreted=is_interpreted)
         # Mask: after the bias, whose row term the policy adds, and before the maximum.
         s, scaling = self.bias.apply(tile, s, lookups)
         s = policy.prescale(s, scaling, state.row_max, is_first=is_first)
