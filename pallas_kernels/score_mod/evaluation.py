@@ -170,7 +170,7 @@ class KernelScoreMod:
 
     @property
     def is_increasing(self) -> bool:
-        """Whether the derivatives are known to be finite and not negative."""
+        """Return whether the derivatives are known to be finite and not negative."""
         bounds = self._traces().derivative_bounds
         return bounds is not None and bounds[0] >= 0 and bool(np.isfinite(bounds[1]))
 

@@ -160,7 +160,7 @@ class Traces(NamedTuple):
 
     @property
     def is_derivative_one(self) -> bool:
-        """Whether the function adds something to the score that does not depend on it."""
+        """Return whether the function adds something to the score that does not depend on it."""
         return self.derivative_bounds == (1.0, 1.0)
 
 

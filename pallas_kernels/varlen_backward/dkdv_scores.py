@@ -156,7 +156,7 @@ class TileProbabilities(NamedTuple):
 
 
 class LoadedScoreData(NamedTuple):
-    """What the mask and the score function of a tile need from global memory.
+    """Data in global memory that the mask and the score function of a tile need.
 
     Attributes:
         mask: Data of the mask.

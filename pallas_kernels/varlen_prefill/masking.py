@@ -129,7 +129,7 @@ class Masking:
 
     @property
     def _has_row_end(self) -> bool:
-        """Whether the end of the visible keys depends on the row according to the score's numbers."""
+        """Return whether the score's numbers make the end of the visible keys depend on the row."""
         score = self.spec.score
         return score.causal or score.window[1] is not None or score.chunk_size is not None
 

@@ -29,7 +29,7 @@ SLOPE_TERMS = 3  # 16-bit numbers that add up to an f32 slope
 
 
 class Scaling(NamedTuple):
-    """How the softmax converts scores to base-2 exponents: `s * factor + row_term`.
+    """Conversion of scores to base-2 exponents by the softmax: `s * factor + row_term`.
 
     Attributes:
         factor: Factor of all scores. Static.
