@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="Queries per block of `prefill`. Default: as many as keys.",
     )
+    parser.add_argument(
+        "--mask-heads",
+        type=int,
+        default=Q_HEADS,
+        help="Heads of the masks of `prefill`, each for as many query heads. Default: one per query head.",
+    )
     add("--density", type=float, default=list(DENSITIES), help="Densities of the masks of `prefill`.")
     add("--page", type=int, default=[16, 32], help="Tokens per cache block of `quest`.")
     add("--list-block", type=int, default=[16, 64], help="Block sizes of `decode` and `listed`.")
@@ -54,7 +60,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run the requested cases."""
     rows, a = Rows("sparse", arguments.out), arguments
     cases = {
-        "prefill": lambda: prefill(rows, a.tokens, a.block, a.query_block, a.density),
+        "prefill": lambda: prefill(rows, a.tokens, a.block, a.query_block, a.density, a.mask_heads),
         "pooled": lambda: pooled_selection(rows, a.tokens),
         "local_strided": lambda: local_strided(rows),
         "vertical_slash": lambda: vertical_slash(rows, [name for name in a.tokens if name != "128k"]),
@@ -67,9 +73,14 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def prefill(
-    rows: Rows, tokens: list[str], blocks: list[int], query_blocks: list[int], densities: list[float]
+    rows: Rows,
+    tokens: list[str],
+    blocks: list[int],
+    query_blocks: list[int],
+    densities: list[float],
+    mask_heads: int,
 ) -> None:
-    """Measure causal attention with a random block mask per head.
+    """Measure causal attention with a random block mask per head, or per several heads.
 
     Args:
         rows: Result file.
@@ -77,14 +88,16 @@ def prefill(
         blocks: Numbers of keys per block.
         query_blocks: Numbers of queries per block; empty for square blocks.
         densities: Shares of the blocks that are visible.
+        mask_heads: Number of heads of a mask, which divides the number of query heads.
     """
     for name in tokens:
         step = Step(TOKENS[name])
         dense_us = step.add_dense(rows, f"dense_{name}")
         for block, query_block in itertools.product(blocks, query_blocks or [None]):
             case = str(block) if query_block is None else f"{query_block}x{block}"
+            case += "" if mask_heads == Q_HEADS else f"_{mask_heads}_heads"
             for density in densities:
-                mask = random_blocks(step.tokens, query_block or block, block, density)
+                mask = random_blocks(step.tokens, query_block or block, block, density, mask_heads)
                 step.add(rows, f"blocks_{case}_{name}", mask, dense_us, wanted=density)
 
 
@@ -147,14 +160,16 @@ def random_vertical_slash(tokens: int, column_run: int) -> masks.VerticalSlash:
     return masks.VerticalSlash(columns=jnp.asarray(columns), slashes=jnp.asarray(slashes))
 
 
-def random_blocks(tokens: int, block_q: int, block_kv: int, density: float) -> masks.BlockMask:
+def random_blocks(
+    tokens: int, block_q: int, block_kv: int, density: float, num_heads: int = Q_HEADS
+) -> masks.BlockMask:
     """Return a mask with random blocks per head. The blocks on the diagonal are always visible."""
     shape = -(-tokens // block_q), -(-tokens // block_kv)
 
     @jax.jit
     def draw_blocks(density: jax.Array) -> jax.Array:
         # Drawing all heads at once would need a large array of random numbers.
-        keys = jax.random.split(jax.random.key(0), Q_HEADS)
+        keys = jax.random.split(jax.random.key(0), num_heads)
         blocks = jax.lax.map(lambda key: jax.random.uniform(key, shape) < density, keys)
         first_query, first_key = (
             jax.lax.broadcasted_iota(jnp.int32, shape, axis) * size

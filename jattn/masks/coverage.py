@@ -23,8 +23,11 @@ def tile_coverage(
     alignment_offset: Int32[Array, " q_tiles"] | None = None,
     is_prefill: bool = True,
     is_inside_blocks: bool = False,
+    pack_gqa: int = 1,
 ) -> Coverage:
-    """Return the coverage of all tiles, bool [q_tiles, q_heads, max_kv_tiles]. Tiles without pairs are EMPTY.
+    """Return the coverage of all tiles, bool [q_tiles, q_heads / pack_gqa, max_kv_tiles].
+
+    Tiles without pairs are EMPTY.
 
     Args:
         mask: Complete mask of the layer, including causality.
@@ -39,8 +42,9 @@ def tile_coverage(
             0.
         is_prefill: Static: whether the queries are in the prefill region.
         is_inside_blocks: Static: whether no tile crosses a block boundary of the mask.
+        pack_gqa: Static: number of consecutive query heads per tile, which share the mask.
     """
-    shape = rows.shape[0], num_heads[0], max_kv_tiles
+    shape = rows.shape[0], num_heads[0] // pack_gqa, max_kv_tiles
 
     def per_tile(x: Array) -> Array:
         return x[:, None, None]
@@ -53,7 +57,7 @@ def tile_coverage(
     first_key = jnp.maximum(first_key, 0)
     has_pairs = (last_key >= first_key) & per_tile(num_queries > 0)
     tiles = Tiles(
-        head=np.arange(num_heads[0], dtype=np.int32)[None, :, None],
+        head=np.arange(0, num_heads[0], pack_gqa, dtype=np.int32)[None, :, None],
         row=per_tile(rows),
         first_query=per_tile(first_query),
         last_query=per_tile(first_query + jnp.maximum(num_queries, 1) - 1),

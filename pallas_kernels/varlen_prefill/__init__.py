@@ -19,6 +19,7 @@ from pallas_kernels.varlen_prefill.mask_policies import (
 )
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
+    PACK_GQA_CHOICES,
     SHARED_MEMORY,
     WARPGROUP_ROWS,
     CallBounds,

@@ -98,7 +98,8 @@ def varlen_prefill(
         score_mod: Score function, applied after the soft cap and ALiBi; why_no_kernel must be None. Static
             except for its arrays.
         schedule: Result of make_schedule for the same lengths, mask and sizes; None to build it here.
-        lists: Tile lists for the call's schedule, or None for all KV tiles. Values in the tiles of the lists
+        lists: Tile lists for the call's schedule, or None for all KV tiles. Heads that sizes.pack_gqa packs
+            into a tile share a list, and `mask` must be the same for them. Values in the tiles of the lists
             must be finite, even if the mask hides them. This does not apply to values after the request's
             last key, or outside of the window of all its queries.
         block_q: Queries per query block that the tile lists distinguish, or None: the queries of a block
@@ -179,11 +180,10 @@ def varlen_prefill(
         )  # fmt: skip
     group, pack_gqa = q_heads // kv_heads, sizes.pack_gqa
     require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
-    require(pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with tile lists", pack_gqa)
-    num_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_q, block_q)
+    num_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_tokens, block_q)
     if num_blocks > MAX_QUERY_BLOCKS:
         raise ValueError(
-            f"block_q={block_q} splits a query tile of {sizes.tile_q} rows into {num_blocks} "
+            f"block_q={block_q} splits a query tile of {sizes.tile_tokens} tokens into {num_blocks} "
             f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
         )
     head = head_chunks(head_dim)
@@ -212,8 +212,8 @@ def varlen_prefill(
     if lists is not None:
         lists_key = dataclasses.replace(needed, list_block_size=list_block_size)
         require_built_for("lists", lists.built_for, lists_key)
-        lists_needed = schedule.table.shape[0] * q_heads
-        meaning = f"{schedule.table.shape[0]} query tiles, {q_heads} heads"
+        lists_needed = schedule.table.shape[0] * (q_heads // pack_gqa)
+        meaning = f"{schedule.table.shape[0]} query tiles, each with {q_heads // pack_gqa} lists"
         require_shape("lists.table", lists.table.shape, (lists_needed, TABLE_WIDTH), meaning)
         require_shape("lists.entries", lists.entries.shape[:1], (lists_needed,), meaning)
     tiling, kv_tokens = None, key.shape[0]

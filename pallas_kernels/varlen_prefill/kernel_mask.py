@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_mask
+from pallas_kernels.ptx.look_up import look_up
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -59,13 +60,14 @@ class PairTile:
     """A tile of (query, key) pairs with one query per row and one key per column; traced.
 
     Attributes:
-        head: Query head.
+        head: Query head; the first one with packed heads, which share their mask.
         first_query: Position of the first query. It may lie before the request's first query, and later
             queries of the tile after its last.
         first_key: Position of the first key. Keys of the tile may lie before or after the request's keys.
         columns: Function that returns the index of each column within the tile, f32, of the tile's shape.
         shape: Numbers of rows and columns. Static.
         interpret: Interpret-mode parameters, or None. Static.
+        packed_heads: Number of query heads whose queries the rows hold, one head after another. Static.
     """
 
     has_key_rows: ClassVar[bool] = False
@@ -76,6 +78,7 @@ class PairTile:
     columns: Callable[[], Tile]
     shape: tuple[int, int]
     interpret: Interpret
+    packed_heads: int = 1
 
     @property
     def first_row(self) -> Scalar:
@@ -90,12 +93,17 @@ class PairTile:
     @property
     def row_positions(self) -> Rows:
         """Position of the query or key in each row."""
-        return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_row
+        return self._row_indices() + self.first_row
+
+    def _row_indices(self) -> Rows:
+        """Return the index of each row or, with packed heads, the index of its query among its head's."""
+        row = plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW)
+        return row if self.packed_heads == 1 else row & (self.num_queries - 1)
 
     @property
     def num_queries(self) -> int:
         """Number of queries in the tile."""
-        return self.shape[0]
+        return self.shape[0] // self.packed_heads
 
     @property
     def query_positions(self) -> Rows | Columns:
@@ -134,7 +142,12 @@ class PairTile:
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
 
     def load_rows(self, ref: Ref, index: Index, first: Scalar) -> Rows:
-        """Load a value per row: `ref[*index, first + row]`."""
+        """Load a value per row: `ref[*index, first + row]`; packed heads have equal values."""
+        if self.packed_heads > 1:
+            is_interpreted = bool(self.interpret)
+            return look_up(
+                ref.at[index], self._row_indices() + first, layout=ROW, is_interpreted=is_interpreted
+            )
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
 
     def load_queries(self, ref: Ref, index: Index, first: Scalar) -> Rows | Columns:

@@ -140,7 +140,7 @@ class Masking:
         bits = lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT))
         first = floor_div(work_tile.column("position") + work_tile.column("begin"), block)
         is_visible = positions * 0 + (bits & 1)
-        for index in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
+        for index in range(1, num_query_blocks(self.spec.sizes.tile_tokens, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(index)) & 1
             is_visible = jnp.where(positions >= (first + index) * block, bit, is_visible)
         return is_visible > 0

@@ -182,11 +182,10 @@ def make_schedule(
             starts, as the blocks of masks do. Static.
 
     Raises:
-        ValueError: If q_heads is missing, or KV splits or packed heads are combined with tile lists.
+        ValueError: If q_heads is missing, or KV splits are combined with tile lists.
     """
     may_split = sizes.max_splits > 1
     require(not (may_split and has_lists), "max_splits", "be 1 with tile lists", sizes.max_splits)
-    require(sizes.pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with tile lists", sizes.pack_gqa)
     if may_split and q_heads is None:
         raise ValueError(
             f"max_splits={sizes.max_splits} requires q_heads, the number of query heads. Pass it."

@@ -1,9 +1,10 @@
 """Tile lists: the KV tiles, or the blocks of keys, that each query tile and head attends to.
 
-Without lists, a work tile (a query tile of one head) loops over all KV tiles from its first visible key to
-its last one. With lists, it loops over the KV tiles of its list: first the partial tiles, which need the
-mask, then the full tiles. The entries of a list may be blocks smaller than a tile: then a tile holds any
-listed blocks, one after the other, and the first tile those that are left over.
+Without lists, a work tile (a query tile of one head, or of a few packed heads) loops over all KV tiles from
+its first visible key to its last one. With lists, it loops over the KV tiles of its list: first the partial
+tiles, which need the mask, then the full tiles. Packed heads share a list. The entries of a list may be
+blocks smaller than a tile: then a tile holds any listed blocks, one after the other, and the first tile those
+that are left over.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs
 LIST_BLOCK_SIZES = (16, 32, 64)  # keys per list entry if several entries fill a tile
 
 
-def num_query_blocks(tile_q: int, block_q: int) -> int:
+def num_query_blocks(tile_tokens: int, block_q: int) -> int:
     """Return the maximum number of query blocks that a query tile overlaps."""
-    return (tile_q + block_q - 2) // block_q + 1
+    return (tile_tokens + block_q - 2) // block_q + 1
 
 
 class PrefillTileLists(NamedTuple):
@@ -55,16 +56,20 @@ def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> 
 
 def make_tile_lists(
     schedule: PrefillSchedule,
-    codes: UInt[Array, "tiles q_heads kv_tiles"],
+    codes: UInt[Array, "tiles heads kv_tiles"],
     *,
     sets: int = 1,
     list_block_size: int | None = None,
 ) -> PrefillTileLists:
     """Build the tile lists for the query tiles of a schedule.
 
+    The entries take 4 bytes per code: 4 * n**2 * q_heads / (tile_q * list_block_size) bytes for a request of
+    n tokens. With 64k tokens, 32 heads and tiles of 128 rows that is 256 MiB for blocks of 16 keys.
+
     Args:
         schedule: Schedule of the query tiles.
-        codes: Coverage of each KV tile by each query tile and head, see `encode_tiles`. Codes are empty for
+        codes: Coverage of each KV tile by each query tile and head, or group of packed heads, see
+            `encode_tiles`. Codes are empty for
             invalid query tiles and for KV tiles outside of the request, and not full for tiles that contain
             rows outside of the request.
         sets: Number of sets of heads that are processed one after the other. Static.

@@ -378,14 +378,14 @@ class KvTile(NamedTuple):
         self, first_query: Scalar, first_key: Scalar, columns: Callable[[], Tile], shape: tuple[int, int]
     ) -> PairTile:
         spec = self.rows.spec
-        assert spec.sizes.pack_gqa == 1 or not spec.has_lists  # Masks are evaluated for one head.
         return PairTile(
-            head=self.rows.work_tile.head,
+            head=packed_heads(self.rows.work_tile, spec)[0].head,
             first_query=first_query,
             first_key=first_key,
             columns=columns,
             shape=shape,
             interpret=spec.interpret,
+            packed_heads=spec.sizes.pack_gqa,
         )
 
     def score_tile(self, column_indices: Callable[[], Columns]) -> ScoreTile:

@@ -340,7 +340,7 @@ class TestSchedulesBuiltForOtherCalls:
         score, sizes = Score(scale=0.1), PrefillSizes()
         schedule = make_schedule(starts, lens, num_tokens=1, score=score, sizes=sizes, has_lists=True)
         run = functools.partial(varlen_prefill, query, kv, kv, starts, lens, block_table=table, score=score)
-        message = r"lists.table must have shape \(2, 32\) .2 query tiles, 1 heads., got \(4, 32\)"
+        message = r"lists.table must have shape \(2, 32\) .2 query tiles, each with 1 lists., got \(4, 32\)"
         with pytest.raises(ValueError, match=message):
             run(schedule=schedule, lists=lists_of(schedule, 2, 1), sizes=sizes)
         schedule_of_short_tiles = make_schedule(

@@ -23,6 +23,7 @@ from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
     LIST_BLOCK_SIZES,
+    PACK_GQA_CHOICES,
     WORD_BITS,
     Joined,
     KernelMask,
@@ -103,7 +104,7 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
             and block_kv % keys == 0
             and not (factor.is_static or bounds.is_packed)
             and (block_q is None or queries in (None, block_q))
-            and (queries is None or num_query_blocks(sizes.tile_q, queries) <= MAX_QUERY_BLOCKS)
+            and (queries is None or num_query_blocks(sizes.tile_tokens, queries) <= MAX_QUERY_BLOCKS)
         ):
             blocks.append(factor)
             block_q = block_q or queries
@@ -121,6 +122,16 @@ def mask_blocks(mask: Mask) -> MaskBlocks:
     # A formula is evaluated pair by pair anyway, so tiles of queries may cut its blocks.
     queries = tuple(size for leaf, size, _ in shapes if size is not None and not leaf.is_static)
     return MaskBlocks(queries=queries, keys=tuple(size for _, _, size in shapes))
+
+
+def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:
+    """Return how many consecutive query heads of a KV head, of those that a tile may hold, share a mask."""
+    q_heads, group = spec.num_q_heads, spec.q_heads_per_kv_head
+    return max(
+        num
+        for num in PACK_GQA_CHOICES
+        if group % num == 0 and mask.is_equal_within_groups((q_heads, q_heads // num))
+    )
 
 
 def kernel_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTiling:
@@ -152,7 +163,7 @@ def packed_sizes(
         spec.batch_invariant
     ):  # the bits of a row would depend on the blocks that other rows of its tile select
         return None
-    blocks = mask_blocks(mask)
+    blocks = mask_blocks(mask)._replace(shared_heads=heads_with_equal_masks(mask, spec))
     # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
     # spill 160 to 280 bytes, so tiles of 64 keys hold four.
     score = score_of(spec)
@@ -234,7 +245,7 @@ def plan_mask(
     """
     keys = list_block_size or sizes.tile_kv
     parts = split_factors(mask.for_kernels(), sizes, bounds, keys)
-    query_tiles = _QueryTilePositions(schedule, spec, (sizes.tile_q, keys), bounds)
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, keys, bounds)
     numbers = spec.mask_of_numbers if parts.pairs is None else spec.mask_of_numbers & parts.pairs
     any_visible, all_visible = query_tiles.coverage(numbers, query_tiles.first, query_tiles.last)
     all_visible &= query_tiles.is_inside()[:, None, :]
@@ -247,7 +258,7 @@ def plan_mask(
         any_visible &= functools.reduce(operator.or_, visible_by_block)
     # Query tiles that share keys are processed one after another, so that the keys stay in L2, if enough
     # query tiles remain to keep all SMs busy.
-    per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
+    per_kv_head = schedule.table.shape[0] * (spec.q_heads_per_kv_head // sizes.pack_gqa)
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
     codes = encode_tiles(any_visible, all_visible, visible_by_block)
     lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
@@ -346,8 +357,7 @@ def packed_codes(
     mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
     """Return the bits of `encode_tiles` for each query tile and packed KV tile; see plan_mask."""
-    size = sizes.tile_q, sizes.tile_kv
-    query_tiles = _QueryTilePositions(schedule, spec, size, bounds)
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, sizes.tile_kv, bounds)
     any_visible, all_visible = query_tiles.coverage(
         spec.mask_of_numbers & mask, query_tiles.first, query_tiles.last
     )
@@ -357,20 +367,26 @@ def packed_codes(
 class _QueryTilePositions:
     """Positions of the first and last query of each query tile of a schedule.
 
-    Positions are negative where a request has more queries than keys. `size` is the number of queries per
-    query tile and of keys per list entry.
+    Positions are negative where a request has more queries than keys. `keys` is the number of keys per list
+    entry.
     """
 
     def __init__(
-        self, schedule: PrefillSchedule, spec: AttentionSpec, size: tuple[int, int], bounds: MaskBounds
+        self,
+        schedule: PrefillSchedule,
+        spec: AttentionSpec,
+        sizes: PrefillSizes,
+        keys: int,
+        bounds: MaskBounds,
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
-        self._max_kv_tiles = bounds.max_kv_tiles(size[1])
-        self._spec, self._size, self._is_prefill = spec, size, bounds.is_prefill
+        self._max_kv_tiles = bounds.max_kv_tiles(keys)
+        self._spec, self._size, self._is_prefill = spec, (sizes.tile_tokens, keys), bounds.is_prefill
+        self._pack_gqa = sizes.pack_gqa
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """Return how much of each KV tile is visible to the queries from first to last."""
@@ -381,6 +397,7 @@ class _QueryTilePositions:
             num_queries=last - first + 1,
             seq_lens=self._seq_lens,
             num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
+            pack_gqa=self._pack_gqa,
             size=self._size,
             max_kv_tiles=self._max_kv_tiles,
             alignment_offset=self._alignment_offset,

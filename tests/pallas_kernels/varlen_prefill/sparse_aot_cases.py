@@ -68,6 +68,16 @@ PACKED_MASKS = {
     "blocks_64_16": lambda: block_mask(64, 16, num_blocks=1024),
     "rows_32": lambda: block_mask(1, 32, heads=1, num_blocks=16384),
 }
+# Block masks that the heads of a KV head share, so that a tile holds several heads' queries of one block.
+SHARED_MASKS = {
+    "shared_64": lambda: block_mask(64, 64, heads=8, num_blocks=256),
+    "shared_32": lambda: block_mask(32, 32, heads=8, num_blocks=512),
+    "shared_16": lambda: block_mask(16, 16, heads=8, num_blocks=1024),
+    "shared_documents_32": lambda: jax.eval_shape(
+        lambda mask: mask & masks.Document(ids=jnp.zeros((2, 16384), jnp.int32)),
+        block_mask(32, 32, heads=8, num_blocks=512),
+    ),
+}
 USER_MASKS = {
     "key_ranges": lambda: jax.eval_shape(
         lambda: KeyRanges(begin=jnp.zeros((2, 16384), jnp.int32), end=jnp.zeros((2, 16384), jnp.int32))
@@ -92,7 +102,7 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
         "query": jax.ShapeDtypeStruct((8192, 32, head_dim), jnp.bfloat16),
         "kv": cache,
         "metadata": metadata,
-        "mask": (MASKS | PACKED_MASKS | USER_MASKS)[mask_name](),
+        "mask": (MASKS | PACKED_MASKS | SHARED_MASKS | USER_MASKS)[mask_name](),
         "sinks": per_head if has_sinks else None,
         "alibi_slopes": per_head if has_alibi else None,
     }
@@ -109,6 +119,10 @@ def aot_cases():
     every += [(mask, "plain", 16, 128) for mask in PACKED_MASKS]
     every += [(mask, "window_sinks", 64, 64) for mask in PACKED_MASKS]
     every += [("blocks_128_16", "window_sinks", 16, 128)]
+    every += [(mask, "plain", 16, 128) for mask in SHARED_MASKS]
+    every += [(mask, "window_sinks", 64, 64) for mask in SHARED_MASKS]
+    every += [(mask, "cap_alibi", 16, 128) for mask in ("shared_64", "shared_16")]
+    every += [("shared_32", "window_sinks", 64, 256)]
     return {
         f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every

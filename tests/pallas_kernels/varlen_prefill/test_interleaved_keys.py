@@ -1,7 +1,5 @@
 """varlen_prefill over the keys of one of several ranks, against the reference over all keys of a request."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from jattn import masks
 from jattn.batch.context_parallel import get_dcp_local_seq_lens
 from jattn.masks.sharded import visible_range
 from jattn.pytree import replace
-from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests.masks.mask_rules import tiling
 from tests.regions import attend_region
 
@@ -52,15 +49,7 @@ def cache_of(keys, metadata, positions):
     return jattn.write_kv(cache, *taken, jnp.asarray(slots))
 
 
-@pytest.fixture
-def _few_thread_blocks(monkeypatch):
-    """Use few thread blocks, since idle ones take time in interpret mode."""
-    for name in ("TABLE", "LIST_TABLE"):
-        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in getattr(sizes_module, name).items()}
-        monkeypatch.setattr(sizes_module, name, few)
-
-
-@pytest.mark.usefixtures("_few_thread_blocks")
+@pytest.mark.usefixtures("few_thread_blocks")
 @pytest.mark.parametrize(
     ("name", "size", "interleave"),
     [("causal", 2, 1), ("window", 3, 4), ("both sides", 2, 4), ("chunks", 3, 1)],

@@ -98,11 +98,8 @@ def test_unsupported_packing_is_rejected():
         run(2)
     with pytest.raises(ValueError, match="pack_gqa must be one of"):
         run(3)
-    sizes = PrefillSizes(pack_gqa=2)
-    with pytest.raises(ValueError, match="pack_gqa must be 1 with tile lists, got 2"):
-        make_schedule(*lens, num_tokens=8, score=Score(scale=1.0), sizes=sizes, has_lists=True)
     with pytest.raises(ValueError, match=r"dq_sizes\.pack_gqa must be 1, got 2"):
-        BackwardSizes(dq_sizes=sizes)
+        BackwardSizes(dq_sizes=PrefillSizes(pack_gqa=2))
 
 
 class TestChoice:

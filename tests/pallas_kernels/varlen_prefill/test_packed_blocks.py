@@ -1,6 +1,5 @@
 """varlen_prefill over lists of blocks that are smaller than a tile, against the float64 oracle."""
 
-import dataclasses
 import functools
 
 import jax
@@ -24,13 +23,14 @@ from pallas_kernels.varlen_prefill import (
     make_schedule,
     make_tile_lists,
 )
-from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
 from tests import contract
 from tests.contract import FACTORS
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region, kernel_for
+
+pytestmark = pytest.mark.usefixtures("few_thread_blocks")
 
 # Requests that start inside 8 rows and inside blocks, of several tiles, of one token, without tokens.
 REGIONS = {
@@ -48,6 +48,8 @@ ROWS_32 = RNG.random((2, 384, 12)) < 0.3
 LATER, FIRST = RNG.random((4, 4, 9, 12)) < 0.3, np.array([2, 0, 3, 1], np.int32)
 ALL_32 = RNG.random((4, 4, 1, 12)) < 0.4
 DOCUMENTS = np.cumsum(RNG.random((4, 384)) < 0.02, axis=1).astype(np.int32)
+PER_KV_HEAD = {size: RNG.random((2, 384 // size, 384 // size)) < 0.4 for size in (16, 32, 64)}
+FOR_ALL_HEADS = RNG.random((1, 12, 12)) < 0.4
 
 
 def block_mask(blocks, block_q, block_kv):
@@ -71,6 +73,15 @@ MASKS = {
         lambda r, h, i, j: WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j] and j <= i,
     ),
 }
+SHARED_MASKS = ["shared_16", "shared_32", "shared_64", "for_all_heads_32", "shared_documents_32"]
+# Query heads per KV head -> heads per tile, by the queries per block of a mask that they share.
+PACKED_HEADS = {
+    1: {16: 1, 32: 1, 64: 1},
+    2: {16: 2, 32: 2, 64: 2},
+    3: {16: 1, 32: 1, 64: 1},
+    4: {16: 4, 32: 4, 64: 2},
+    8: {16: 8, 32: 4, 64: 2},
+}
 CHOICES = {
     "mask": list(MASKS),
     "region": ["prompts", "behind"],
@@ -88,15 +99,17 @@ CHOICES = {
 CASES = covering_array(
     CHOICES, lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar"
 )
+SHARED_CASES = covering_array(
+    CHOICES
+    | {
+        "mask": SHARED_MASKS,
+        "heads": [(2 * group, 2) for group in PACKED_HEADS],
+        "window": [None, None, (200, None)],
+        "head_dim": [64, 128, 256],
+    },
+    lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar",
+)
 INTERPRET = plgpu.InterpretGPUParams()
-
-
-@pytest.fixture(autouse=True)
-def _few_thread_blocks(request, monkeypatch):
-    """Use few thread blocks, since idle ones take time in interpret mode."""
-    if "gpu" not in request.keywords:
-        few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
-        monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
 
 
 @pytest.fixture(autouse=True)
@@ -104,9 +117,24 @@ def _regions(monkeypatch):
     monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
 
 
+def shared_mask(name, num_q_heads):
+    """Return a mask that the query heads of each KV head share, and its rule."""
+    size, has_documents = int(name.rpartition("_")[2]), "documents" in name
+    blocks = FOR_ALL_HEADS if name == "for_all_heads_32" else PER_KV_HEAD[size]
+    heads_per_entry = num_q_heads // len(blocks)
+
+    def sees(r, h, i, j):
+        is_in_document = not has_documents or DOCUMENTS[r, i] == DOCUMENTS[r, j]
+        return blocks[h // heads_per_entry, i // size, j // size] and is_in_document
+
+    mask = block_mask(blocks, size, size)
+    return (mask & masks.Document(ids=DOCUMENTS) if has_documents else mask), sees
+
+
 def solved(case, interpret=None, *, is_sparse=False):
     """Check the region's outputs over packed blocks; with `is_sparse` only listed blocks contain numbers."""
-    mask, rule = MASKS[case["mask"]]
+    has_shared_mask = case["mask"] in SHARED_MASKS
+    mask, rule = shared_mask(case["mask"], case["heads"][0]) if has_shared_mask else MASKS[case["mask"]]
     plain = {name: values[0] for name, values in FACTORS.items()}
     case = (
         plain | {"heads": (4, 2), "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "kv": "NHD"} | case
@@ -116,7 +144,9 @@ def solved(case, interpret=None, *, is_sparse=False):
     region = problem.metadata.prefill_region
     query = jnp.asarray(problem.query)
     kernel = kernel_for(query, problem.kv, region, problem.spec, mask)
-    assert kernel.list_block_size == list_block_size
+    if has_shared_mask:
+        assert kernel.sizes.pack_gqa == PACKED_HEADS[case["heads"][0] // 2][list_block_size]
+    assert kernel.list_block_size == (list_block_size if list_block_size < kernel.sizes.tile_kv else None)
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     sinks, slopes = (None if x is None else jnp.asarray(x) for x in (problem.sinks, problem.slopes))
     arrays = {"query": query, "kv": problem.kv, "metadata": region, "mask": mask}
@@ -130,6 +160,35 @@ def test_unlisted_blocks_are_never_read():
 
 def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
     solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "kv"),
+    [("shared_16", (8, 2), "HND"), ("shared_32", (8, 2), "NHD"), ("shared_64", (4, 2), "HND")],
+)
+def test_packed_heads_read_no_block_that_their_queries_do_not_select(mask, heads, kv):
+    solved(
+        {"region": "prompt_206", "mask": mask, "heads": heads, "kv": kv, "causal": False},
+        INTERPRET,
+        is_sparse=True,
+    )
+
+
+def test_packed_heads_of_tokens_that_start_anywhere_equal_float64():
+    """Rows of a document mask, which has an array with an element per query."""
+    solved({"region": "prompts", "mask": "shared_documents_32", "heads": (8, 2), "kv": "no_cache"}, INTERPRET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_prefill_with_packed_heads_equals_float64_for_combinations_of_features(case):
+    solved(case, INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_prefill_with_packed_heads_equals_float64_on_a_gpu(case):
+    solved(case)
 
 
 @pytest.mark.slow
@@ -150,6 +209,21 @@ def test_prefill_equals_float64_on_a_gpu(case):
 def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
     # A causal tile also lists blocks that only queries before them select, which hides a block read in vain.
     case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim, "causal": False}
+    solved(case, is_sparse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(2 * group, 2) for group in PACKED_HEADS])
+@pytest.mark.parametrize("mask", [name for name in SHARED_MASKS if name != "shared_documents_32"])
+def test_packed_heads_read_no_block_that_their_queries_do_not_select_on_a_gpu(mask, heads):
+    case = {
+        "region": "prompt_206",
+        "mask": mask,
+        "heads": heads,
+        "kv": "HND",
+        "head_dim": 128,
+        "causal": False,
+    }
     solved(case, is_sparse=True)
 
 

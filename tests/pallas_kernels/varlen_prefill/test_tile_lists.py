@@ -1,7 +1,6 @@
 """varlen_prefill over tile lists: every mask with lists against the float64 oracle, on a CPU and a GPU."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -32,7 +31,6 @@ from pallas_kernels.varlen_prefill import (
     make_tile_lists,
     varlen_prefill,
 )
-from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.mask_policies import WindowWords
 from pallas_kernels.varlen_prefill.schedule import (
     COLUMNS,
@@ -48,6 +46,8 @@ from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region
+
+pytestmark = pytest.mark.usefixtures("few_thread_blocks")
 
 # Rows that start inside a query block and inside 8 rows, several blocks, one token, none.
 LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
@@ -155,14 +155,6 @@ CHOICES = {
     "block_size": [16, 64],
 }
 CASES = covering_array(CHOICES, lambda case: True)
-
-
-@pytest.fixture(autouse=True)
-def _few_thread_blocks(request, monkeypatch):
-    """Use few thread blocks, since idle ones take time in interpret mode."""
-    if "gpu" not in request.keywords:
-        few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
-        monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
 
 
 @pytest.fixture(autouse=True)
@@ -456,7 +448,7 @@ def test_length_of_lists_determines_the_kernel(sizes, served_by):
         ({"mask": strange}, "mask and block_q require tile lists"),
         (
             {"block_q": 4, "lists": ()},
-            "block_q=4 splits a query tile of 128 rows into 33 blocks, but at most 10",
+            "block_q=4 splits a query tile of 128 tokens into 33 blocks, but at most 10",
         ),
     ],
 )
