@@ -305,13 +305,39 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
 )
 def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by):
     mask = MASKS[mask][0] if isinstance(mask, str) else mask
-    options = {"batch_invariant": False, "gpu": "9.0", "block_size": 32} | options
+    kernel = chosen_kernel(mask, **options)
+    assert str(kernel) == f"varlen_prefill over lists of {served_by}"
+
+
+def chosen_kernel(mask, *, heads=(4, 2), batch_invariant=False, gpu="9.0", block_size=32, head_dim=128):
+    """Return the configuration of the prefill kernel for a mask."""
     spec = jattn.AttentionSpec(
-        num_q_heads=4, num_kv_heads=2, head_dim=128, batch_invariant=options["batch_invariant"]
+        num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, batch_invariant=batch_invariant
     )
     bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=256, max_blocks=8)
-    block_size = options["block_size"]
-    cache = jattn.CacheSpec(num_blocks=64, block_size=block_size, num_kv_heads=2, head_dim=128)
+    cache = jattn.CacheSpec(num_blocks=64, block_size=block_size, num_kv_heads=heads[1], head_dim=head_dim)
     (region,) = region_sizes(abstract_metadata(bucket, block_size))
-    kernel = choose_kernel(layer_config(spec, cache), region, mask, options["gpu"])
-    assert str(kernel) == f"varlen_prefill over lists of {served_by}"
+    return choose_kernel(layer_config(spec, cache), region, mask, gpu)
+
+
+@pytest.mark.parametrize(
+    ("mask_heads", "size", "options", "tiles"),
+    [
+        (2, 32, {"heads": (8, 2)}, "128 x 128 keys, 2 stages, 4 heads of 32 tokens each"),
+        (2, 32, {"heads": (16, 2)}, "128 x 128 keys, 2 stages, 4 heads of 32 tokens each"),
+        (4, 32, {"heads": (8, 2)}, "64 x 64 keys, 2 stages, 2 heads of 32 tokens each"),
+        (2, 32, {"heads": (12, 2)}, "64 x 64 keys, 2 stages, 2 heads of 32 tokens each"),
+        (2, 16, {"heads": (8, 2)}, "64 x 64 keys, 2 stages, 4 heads of 16 tokens each"),
+        (2, 16, {"heads": (16, 2)}, "128 x 128 keys, 2 stages, 8 heads of 16 tokens each"),
+        (1, 64, {"heads": (8, 2)}, "128 x 128 keys, 2 stages, 2 heads of 64 tokens each"),
+        (2, 64, {"heads": (8, 2), "head_dim": 256}, "128 x 64 keys, 2 stages, 2 heads of 64 tokens each"),
+        (2, 128, {"heads": (8, 2)}, "128 x 128 keys, 2 stages"),
+        (8, 32, {"heads": (8, 2)}, "64 x 64 keys, 2 stages"),  # a mask per query head
+        (2, 32, {"heads": (6, 2)}, "64 x 64 keys, 2 stages"),  # groups of three heads
+        (2, 32, {"heads": (2, 2)}, "64 x 64 keys, 2 stages"),
+        (2, 32, {"heads": (8, 2), "batch_invariant": True}, "64 x 64 keys, 2 stages"),
+    ],
+)
+def test_heads_that_share_a_mask_fill_tiles_with_the_queries_of_one_block(mask_heads, size, options, tiles):
+    blocks = np.ones((mask_heads, 256 // size, 256 // size), bool)
+    assert chosen_kernel(block_mask(blocks, size, size), **options).tiles == tiles
