@@ -122,7 +122,6 @@ def aot_cases():
     every += [(mask, "plain", 16, 128) for mask in SHARED_MASKS]
     every += [(mask, "window_sinks", 64, 64) for mask in SHARED_MASKS]
     every += [(mask, "cap_alibi", 16, 128) for mask in ("shared_64", "shared_16")]
-    every += [("shared_32", "window_sinks", 64, 256)]
     return {
         f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every
