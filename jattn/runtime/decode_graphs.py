@@ -1,8 +1,11 @@
 """Decode graphs: one executable per bucket, compiled ahead of time, in place of CUDA graphs."""
 
 import functools
+import itertools
 import operator
 import os
+import pathlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +15,10 @@ import numpy as np
 from jattn.batch.bucket import Bucket, count_decodes
 from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
-from jattn.runtime.executables import ExecutableCache, Lower, progress_bar
+from jattn.runtime.executable_files import ExecutableFiles
+from jattn.runtime.executables import ExecutableCache, Lower, LowerOrLoad, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
-from jattn.runtime.lowering import ModuleCache, StepCall
+from jattn.runtime.lowering import LoweringProcesses, StepCall, request_of
 from jattn.runtime.parameters import ParameterLeaves
 from pallas_kernels.checks import require
 
@@ -24,6 +28,9 @@ MAX_OVERSIZE = 4
 # width, 248 decodes of 64 blocks made a step of 8,192 tokens 38 ms longer, 0.15 ms each; a token took 0.022
 # ms.
 BLOCKS_PER_TOKEN_COST = 8  # context blocks of a decode in the prefill region that cost as much as one token
+
+# Buckets that compile first beside the largest have these shares of its prefill tokens (one over).
+PROMPT_SHARES = (8, 16)
 
 type GraphStep = Callable[..., tuple[Any, Any]]
 
@@ -76,6 +83,8 @@ class DecodeGraphs:
         self._cache_shapes: dict[Bucket, Any] = {}
         self._leaves: ParameterLeaves | None = None  # of the last step's parameters
         self._executables = ExecutableCache(compiler_options)
+        self._files: ExecutableFiles | None = None
+        self._unwritten: dict[Bucket, tuple[pathlib.Path, Any]] = {}  # files, and results of the steps
 
     @property
     def num_compiles(self) -> int:
@@ -116,6 +125,8 @@ class DecodeGraphs:
                 f"The batch has block_size={metadata.block_size}, but the step was compiled for block_size="
                 f"{block_size}. Build the batch with block_size={block_size}."
             )
+        if self._files is not None:
+            self._files.last_step = time.monotonic()
         try:
             return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
         except (TypeError, RuntimeError) as error:
@@ -164,7 +175,8 @@ class DecodeGraphs:
         progress: bool = True,
         wait: bool = True,
         serves_all: bool = True,
-        modules: ModuleCache | None = None,
+        processes: LoweringProcesses | None = None,
+        files: ExecutableFiles | None = None,
     ) -> None:
         """Compile the buckets that are not compiled yet, in parallel.
 
@@ -178,26 +190,34 @@ class DecodeGraphs:
             inputs: Function that returns the step's other arguments for a bucket: ShapeDtypeStructs, or numpy
                 arrays for inputs that `from_host` transfers.
             progress: Show a progress bar, if tqdm is installed.
-            wait: False returns as soon as every batch fits a compiled bucket; with `modules`, also one with
+            wait: False returns as soon as every batch fits a compiled bucket; with `processes`, also one with
                 few prompt tokens. The remaining buckets are traced and compiled in background threads, where
                 context managers do not apply; see the method `wait`.
             serves_all: False, with wait=False, returns at once: batches without a compiled bucket must run
                 elsewhere.
-            modules: Cache that lowers steps in other processes, where context managers do not apply. All are
-                lowered at once, and their kernels compiled before them. None: this process lowers them.
+            processes: Processes that lower steps, where context managers do not apply. All are lowered at
+                once, and their kernels compiled before them. None: this process lowers them.
+            files: With `processes`, files in which later processes find the executables. None: no files.
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
-        lower = self._lower_with(params, caches, block_size, inputs, modules)
+        self._files = files
+        step_inputs = functools.partial(self._abstract_inputs, block_size, inputs)
+        lower = self._lower_with(params, caches, step_inputs)
         first = (
             missing
             if wait
             else [bucket for bucket in missing if serves_all and not _is_covered(bucket, missing)]
         )
-        if modules is not None and not wait:
+        if processes is not None and not wait:
             first += _with_few_prompt_tokens(first, missing)
         remaining = [bucket for bucket in missing if bucket not in first]
-        if modules is not None:
-            self._executables.compile_groups_in_background([first, remaining], lower, progress=progress)
+        if processes is not None:
+            self._executables.compile_groups_in_background(
+                [first, remaining],
+                self._load_or_lower_with(params, caches, step_inputs, processes),
+                progress=progress,
+                on_compiled=None if files is None else self._write_later,
+            )
             self._executables.wait_for(first)
             return
         with progress_bar(len(first), progress) as on_ready:
@@ -215,13 +235,17 @@ class DecodeGraphs:
         """Wait for background compilation; raise its error, if any."""
         self._executables.wait()
 
+    def _abstract_inputs(
+        self, block_size: int, inputs: Callable[[Bucket], Sequence[Any]], bucket: Bucket
+    ) -> tuple[Any, ...]:
+        """Return the metadata of a bucket and the step's other inputs, as `precompile` takes them."""
+        metadata = abstract_metadata(bucket, block_size)
+        if self._from_host:
+            metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
+        return metadata, *inputs(bucket)
+
     def _lower_with(
-        self,
-        params: Any,
-        caches: Any,
-        block_size: int,
-        inputs: Callable[[Bucket], Sequence[Any]],
-        modules: ModuleCache | None,
+        self, params: Any, caches: Any, step_inputs: Callable[[Bucket], tuple[Any, ...]]
     ) -> Lower:
         """Return a function that lowers a bucket for arguments of these shapes.
 
@@ -229,22 +253,58 @@ class DecodeGraphs:
         """
         leaves = self.leaves_of(params)
         structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+        return lambda bucket: self._lower(structure, *arguments, *step_inputs(bucket))
 
-        def lower(bucket: Bucket) -> jax.stages.Lowered:
-            metadata = abstract_metadata(bucket, block_size)
-            if self._from_host:
-                metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            step_inputs = (metadata, *inputs(bucket))
-            if modules is not None:
-                leaf_shapes, cache_shapes = arguments
-                param_shapes = jax.tree.unflatten(structure, leaf_shapes)
-                call = StepCall(self._graph_step, param_shapes, cache_shapes, step_inputs, self._from_host)
-                if (module := modules.find(call)) is not None:
-                    self._cache_shapes[bucket] = cache_shapes
-                    return module.lower(*arguments, *self._layout_of(step_inputs).pack(step_inputs))
-            return self._lower(structure, *arguments, *step_inputs)
+    def _load_or_lower_with(
+        self,
+        params: Any,
+        caches: Any,
+        step_inputs: Callable[[Bucket], tuple[Any, ...]],
+        processes: LoweringProcesses,
+    ) -> LowerOrLoad:
+        """As `_lower_with`, but steps come from files or from processes where these have them."""
+        leaves = self.leaves_of(params)
+        structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+
+        def lower(bucket: Bucket) -> jax.stages.Lowered | jax.stages.Compiled:
+            leaf_shapes, cache_shapes = arguments
+            param_shapes, brought = jax.tree.unflatten(structure, leaf_shapes), step_inputs(bucket)
+            call = StepCall(self._graph_step, param_shapes, cache_shapes, brought, self._from_host)
+            found = self._load_or_lower_elsewhere(call, arguments, processes)
+            return self._lower(structure, *arguments, *brought) if found is None else found
 
         return lower
+
+    def _load_or_lower_elsewhere(
+        self, call: StepCall, arguments: tuple[Any, Any], processes: LoweringProcesses
+    ) -> jax.stages.Lowered | jax.stages.Compiled | None:
+        """Return the step of a call from its file or from a process; None if this process must lower it.
+
+        Args:
+            call: Step with the shapes of its arguments.
+            arguments: Leaves of the parameters and caches, as ShapeDtypeStructs.
+            processes: Processes that lower steps.
+        """
+        if (request := request_of(call)) is None:
+            return None
+        bucket = call.inputs[0].bucket
+        self._cache_shapes[bucket] = call.caches
+        step_arguments = (*arguments, *self._layout_of(call.inputs).pack(call.inputs))
+        if (files := self._files) is not None:
+            file = files.file_of(request, self._executables.options(bucket))
+            if (executable := files.load(file, request.device, step_arguments)) is not None:
+                return executable
+        if (module := processes.lower(request)) is None:
+            return None
+        if files is not None:
+            self._unwritten[bucket] = file, module.results
+        return module.lower(*step_arguments)
+
+    def _write_later(self, bucket: Bucket, executable: jax.stages.Compiled) -> None:
+        """Write a compiled executable to its file, if it has one."""
+        if self._files is not None and bucket in self._unwritten:
+            file, results = self._unwritten.pop(bucket)
+            self._files.write_later(file, executable, results)
 
     def _lower(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
         layout = self._layout_of(brought)
@@ -427,22 +487,22 @@ def _is_covered(bucket: Bucket, by: Iterable[Bucket]) -> bool:
 
 
 def _with_few_prompt_tokens(first: Iterable[Bucket], others: Iterable[Bucket]) -> list[Bucket]:
-    """Return the largest bucket with an eighth of the prefill tokens, for each mixed bucket of `first`.
+    """Return the largest buckets with shares of the prefill tokens, for each mixed bucket of `first`.
 
-    Until all buckets are compiled, the prompts that arrive one by one beside decodes use it.
+    Until all buckets are compiled, the prompts that arrive one by one beside decodes use them.
     """
     found = []
-    for large in filter(_is_mixed, first):
+    for large, share in itertools.product(filter(_is_mixed, first), PROMPT_SHARES):
         small = [
             bucket
             for bucket in others
             if _is_mixed(bucket)
-            and bucket.max_prefill_tokens * 8 <= large.max_prefill_tokens
+            and bucket.max_prefill_tokens * share <= large.max_prefill_tokens
             and (bucket.max_decodes, bucket.decode_query_len, bucket.max_blocks)
             == (large.max_decodes, large.decode_query_len, large.max_blocks)
         ]
         found += sorted(small, key=_size)[-1:]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _sizes(bucket: Bucket) -> tuple[int, int, int, int]:

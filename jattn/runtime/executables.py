@@ -22,11 +22,16 @@ import jax.numpy as jnp
 from jattn.batch.bucket import Bucket
 
 type Lower = Callable[[Bucket], jax.stages.Lowered]
+type LowerOrLoad = Callable[[Bucket], jax.stages.Lowered | jax.stages.Compiled]
+type OnCompiled = Callable[[Bucket, jax.stages.Compiled], Any]
 type Claim = tuple[Bucket, concurrent.futures.Future[jax.stages.Compiled]]
 
 KERNEL_CALL = "mosaic_gpu_v2"  # the custom call of Mosaic GPU kernels
 NICENESS = 10  # of processes and threads that lower and compile steps
 GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all caches in the process
+# Held by a background thread for work that keeps the interpreter lock. A thread that runs steps then waits
+# for one such thread, not for a dozen.
+LONG_PYTHON = threading.Lock()
 
 
 class ExecutableCache:
@@ -34,7 +39,7 @@ class ExecutableCache:
 
     def __init__(self, options: Callable[[Bucket], dict[str, Any]]) -> None:
         """Create an empty cache; `options` returns the XLA compiler options of a bucket."""
-        self._options = options
+        self.options = options
         self.ready: dict[Bucket, jax.stages.Compiled] = {}
         self._futures: dict[Bucket, concurrent.futures.Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
@@ -95,23 +100,36 @@ class ExecutableCache:
     def compile_groups(
         self,
         groups: Sequence[Sequence[Bucket]],
-        lower: Lower,
+        lower: LowerOrLoad,
         *,
         workers: int,
         on_ready: Callable[[], Any],
+        on_compiled: OnCompiled | None = None,
     ) -> None:
-        """Lower all buckets in threads. Then, group by group, compile their kernels and the executables.
+        """Lower or load all buckets in threads. Then, group by group, compile their kernels and the others.
 
         Args:
             groups: Groups of buckets, the most urgent first.
-            lower: Function that lowers a bucket. Several threads call it at a time.
+            lower: Function that lowers a bucket or loads its executable. Several threads call it at a time.
             workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
+            on_compiled: Function that keeps a compiled bucket's executable, in place of JAX's cache. None:
+                JAX writes it to its cache, if that is enabled.
         """
+
+        def lower_or_load(claim: Claim) -> jax.stages.Lowered | None:
+            step = lower(claim[0])
+            if isinstance(step, jax.stages.Lowered):
+                return step
+            self._finish(*claim, step)
+            on_ready()
+            return None
 
         def compile(claim: Claim, lowered: jax.stages.Lowered) -> None:
             self._compile(*claim, lowered)
             on_ready()
+            if on_compiled is not None:
+                on_compiled(claim[0], self.ready[claim[0]])
 
         claims: list[list[Claim]] = [[] for _ in groups]
         others = []  # which other threads compile
@@ -128,13 +146,16 @@ class ExecutableCache:
             _cancelling_pool(len(all_claims)) as lowering_pool,  # Its threads mostly wait for processes.
             _cancelling_pool(workers) as pool,
         ):
-            lowering = {bucket: lowering_pool.submit(lower, bucket) for bucket, _ in all_claims}
+            lowering = {claim[0]: lowering_pool.submit(lower_or_load, claim) for claim in all_claims}
             for group in claims:
-                lowered = [_result(lowering.pop(bucket)) for bucket, _ in group]
+                steps = [(claim, _result(lowering.pop(claim[0]))) for claim in group]
+                to_compile = [(claim, lowered) for claim, lowered in steps if lowered is not None]
+                del steps
                 with GENERATES_CODE:
-                    compile_kernels(lowered)
-                    for job in [pool.submit(compile, *pair) for pair in zip(group, lowered, strict=True)]:
-                        _result(job)
+                    compile_kernels([lowered for _, lowered in to_compile])
+                    with contextlib.nullcontext() if on_compiled is None else _no_cache_writes():
+                        for job in [pool.submit(compile, *pair) for pair in to_compile]:
+                            _result(job)
         for executable in others:
             _result(executable)
 
@@ -148,12 +169,19 @@ class ExecutableCache:
         )
 
     def compile_groups_in_background(
-        self, groups: Sequence[Sequence[Bucket]], lower: Lower, *, progress: bool
+        self,
+        groups: Sequence[Sequence[Bucket]],
+        lower: LowerOrLoad,
+        *,
+        progress: bool,
+        on_compiled: OnCompiled | None = None,
     ) -> None:
         """Run `compile_groups` in a background thread, on all cores but two."""
         workers = max((os.cpu_count() or 2) - 2, 1)
         self._start(
-            lambda on_ready: self.compile_groups(groups, lower, workers=workers, on_ready=on_ready),
+            lambda on_ready: self.compile_groups(
+                groups, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled
+            ),
             sum(map(len, groups)),
             progress,
         )
@@ -194,7 +222,10 @@ class ExecutableCache:
             return self._futures.setdefault(bucket, concurrent.futures.Future()), is_new
 
     def _compile(self, bucket: Bucket, future: Any, lowered: jax.stages.Lowered) -> None:
-        self.ready[bucket] = executable = lowered.compile(self._options(bucket))
+        self._finish(bucket, future, lowered.compile(self.options(bucket)))
+
+    def _finish(self, bucket: Bucket, future: Any, executable: jax.stages.Compiled) -> None:
+        self.ready[bucket] = executable
         future.set_result(executable)
 
     @contextlib.contextmanager
@@ -227,7 +258,9 @@ def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
     call = jax.ffi.ffi_call(KERNEL_CALL, jax.ShapeDtypeStruct((1,), jnp.float32))
 
     def compile(kernel: dict[str, Any]) -> None:
-        jax.jit(lambda: call(**kernel)).lower().compile()
+        with LONG_PYTHON:
+            lowered = jax.jit(lambda: call(**kernel)).lower()
+        lowered.compile()
 
     # A thread for each, because a finished kernel's thread waits for the others: XLA then generates code.
     with _cancelling_pool(len(kernels)) as pool:
@@ -250,6 +283,18 @@ def _kernel_configs(operation: Any) -> Iterator[Any]:
 def _value(attribute: Any) -> Any:
     """Return the value of an MLIR attribute: a bool, a number, or a string as bytes."""
     return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
+
+
+@contextlib.contextmanager
+def _no_cache_writes() -> Iterator[None]:
+    """Keep JAX from writing executables to its cache, also those that other threads compile meanwhile."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _is_over() -> bool:

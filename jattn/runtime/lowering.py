@@ -1,25 +1,19 @@
-"""Tracing and lowering steps in other processes, and keeping the lowered modules in files.
+"""Tracing and lowering steps in other processes.
 
 Tracing and lowering a step takes seconds of Python, most of them for its Pallas kernels, while XLA compiles
 without holding the interpreter lock. So a large number of steps is lowered in processes that import jattn and
 use no GPU. They return modules of `jax.export`, which this process lowers again in a twentieth of the time
-and compiles. In a folder, the modules serve later processes, too.
+and compiles.
 """
 
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import logging
 import os
-import pathlib
 import pickle
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.runtime.executables import KERNEL_CALL, NICENESS
+from jattn.runtime.executables import KERNEL_CALL, LONG_PYTHON, NICENESS
 from jattn.runtime.host_transfer import TransferLayout
 from pallas_kernels import support
 
@@ -40,7 +34,6 @@ OPTIONS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
-FOLDER = "jattn-modules"
 NUM_URGENT = 3  # processes for the first calls, without which nothing can run
 
 log = logging.getLogger(__name__)
@@ -88,7 +81,21 @@ class LoweredModule:
             results = self.exported.call(leaves, jax.tree.leaves(caches), packed, unpacked)
             return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
-        return jax.jit(step, donate_argnums=1).lower(*arguments)
+        with LONG_PYTHON:
+            return jax.jit(step, donate_argnums=1).lower(*arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweringRequest:
+    """What a step is lowered from.
+
+    Attributes:
+        data: Pickled StepCall, platform, compute capability and JAX options.
+        device: Device of the step's arguments.
+    """
+
+    data: bytes
+    device: jax.Device
 
 
 def export(call: StepCall, platform: str) -> LoweredModule:
@@ -119,51 +126,34 @@ def export(call: StepCall, platform: str) -> LoweredModule:
     )
 
 
-class ModuleCache:
-    """Lowered modules of steps: from files, or from processes that lower them.
+class LoweringProcesses:
+    """Processes that lower steps.
 
     Methods may be called from several threads, each of which waits for its own module. The processes end
     with this object.
     """
 
-    def __init__(self, num_processes: int, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(self, num_processes: int) -> None:
         """Start no process yet.
 
         Args:
-            num_processes: Maximum number of processes, each of which takes about 0.5 GB of host memory. 0:
-                modules come from files only.
-            folder: Folder of the files, usually that of JAX's compilation cache. Processes may share it, and
-                whoever can write to it can run code in them. None: no files.
+            num_processes: Maximum number of processes, each of which takes about 0.5 GB of host memory.
         """
-        self._num_processes, self._versions = num_processes, _versions()
-        self._folder = None if folder is None else pathlib.Path(folder) / FOLDER
+        self._num_processes = num_processes
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
-        if not num_processes:
-            self._idle.put(None)
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end, self._processes)
 
-    def find(self, call: StepCall) -> LoweredModule | None:
-        """Return the lowered module of a step; None if it must be lowered in this process.
-
-        This is so for functions and models that cannot be pickled or are defined in `__main__`, for sharded
-        arrays, and for devices other than CPUs and the GPUs of `pallas_kernels.target`.
-        """
-        if (request := _request(call)) is None:
-            return None
-        file = None
-        if self._folder is not None:
-            file = self._folder / hashlib.sha256(self._versions + request).hexdigest()
-        if file is not None and (module := _read(file)) is not None:
-            return module
-        answer = self._ask(request)
+    def lower(self, request: LoweringRequest) -> LoweredModule | None:
+        """Return the module of a step; None if the step must be lowered in this process."""
+        answer = self._ask(request.data)
         if isinstance(answer, str):
             log.info("A step is lowered in the process that runs it: %s", answer)
             return None
-        if file is not None:
-            _write(file, answer)
-        return _load(answer)
+        with LONG_PYTHON:
+            module: LoweredModule = pickle.loads(answer)
+        return module
 
     def _ask(self, request: bytes) -> bytes | str:
         """Return the pickled module from a process, or the reason why there is none."""
@@ -187,7 +177,7 @@ class ModuleCache:
 
 
 def serve() -> None:
-    """Lower the calls that arrive on standard input, in a process of a ModuleCache."""
+    """Lower the calls that arrive on standard input, in a process of LoweringProcesses."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that nothing else is written between the answers
     while True:
@@ -208,8 +198,14 @@ def serve() -> None:
         answers.flush()
 
 
-def _request(call: StepCall) -> bytes | None:
-    """Return the pickled call with the options that lowering depends on; None if there cannot be one."""
+def request_of(call: StepCall) -> LoweringRequest | None:
+    """Return what a step is lowered from.
+
+    Returns:
+        The request, or None if the step must be lowered in this process: for functions and models that
+        cannot be pickled or are defined in `__main__`, for sharded arrays, and for devices other than CPUs
+        and the GPUs of `pallas_kernels.target`.
+    """
     leaves = jax.tree.leaves((call.params, call.caches, call.inputs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
@@ -222,10 +218,11 @@ def _request(call: StepCall) -> bytes | None:
         return None
     options = {name: getattr(jax.config, name) for name in OPTIONS}
     try:
-        return pickle.dumps((_without_shardings(call), "cuda" if is_gpu else "cpu", gpu, options))
+        data = pickle.dumps((_without_shardings(call), "cuda" if is_gpu else "cpu", gpu, options))
     except Exception as error:  # whatever __reduce__ of the step or the model raises
         log.info("A step is lowered in the process that runs it: %s", error)
         return None
+    return LoweringRequest(data, device)
 
 
 def _without_shardings(call: StepCall) -> StepCall:
@@ -256,41 +253,3 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         process.kill()
         process.communicate()
-
-
-# -------------------------------------------------------------------------------------------- files
-@functools.cache
-def _versions() -> bytes:
-    """Return the versions of the packages that a module depends on, and the hash of jattn's sources."""
-    digest = hashlib.sha256()
-    for folder in (pathlib.Path(__file__).parents[1], pathlib.Path(support.__file__).parent):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.read_bytes())
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]
-    return repr((sys.version, versions, digest.digest())).encode()
-
-
-def _read(file: pathlib.Path) -> LoweredModule | None:
-    """Return the module in a file; None if there is no file, or it is damaged."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, data = content[: hashlib.sha256().digest_size], content[hashlib.sha256().digest_size :]
-    if hashlib.sha256(data).digest() != digest:
-        warnings.warn(f"The file {file} is damaged and will be replaced.", stacklevel=2)
-        return None
-    return _load(data)
-
-
-def _write(file: pathlib.Path, data: bytes) -> None:
-    """Write a module so that other processes see the whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
-        temporary.write(hashlib.sha256(data).digest() + data)
-    os.replace(temporary.name, file)
-
-
-def _load(data: bytes) -> LoweredModule:
-    module: LoweredModule = pickle.loads(data)
-    return module

@@ -22,7 +22,7 @@ from jattn.batch.bucket import Bucket, default_buckets, pack_tokens, row_indices
 from jattn.batch.metadata import abstract_metadata
 from jattn.runtime import decode_graphs as graphs_module
 from jattn.runtime.decode_graphs import DecodeGraphs
-from jattn.runtime.lowering import ModuleCache
+from jattn.runtime.lowering import LoweringProcesses
 from tests.assertions import record_compilations
 from tests.tiny_step import (
     BLOCK_SIZE,
@@ -295,8 +295,8 @@ class TestBackgroundCompilation:
         assert graphs.num_compiles == 5
         assert graphs.choose([1]) == self.SIZES[0]
 
-    def test_with_modules_starts_with_a_bucket_of_few_prompt_tokens_too(self):
-        sizes = [(rows, tokens) for rows in (1, 4) for tokens in (2, 4, 16, 64)]
+    def test_with_processes_starts_with_buckets_of_few_prompt_tokens_too(self):
+        sizes = [(rows, tokens) for rows in (1, 4) for tokens in (2, 4, 8, 64)]
         buckets = [
             Bucket(max_decodes=rows, max_prefills=2, max_prefill_tokens=tokens, max_blocks=MAX_BLOCKS)
             for rows, tokens in sizes
@@ -304,14 +304,18 @@ class TestBackgroundCompilation:
         gate = threading.Event()
 
         def run(params, caches, metadata):
-            first = metadata.bucket.max_decodes == 4 and metadata.bucket.max_prefill_tokens in (4, 64)
+            first = metadata.bucket.max_decodes == 4 and metadata.bucket.max_prefill_tokens in (4, 8, 64)
             assert first or gate.wait(60)
             return first_element(params, caches, metadata)
 
         graphs, options = DecodeGraphs(run, buckets), {"block_size": BLOCK_SIZE, "progress": False}
-        # Without processes, the steps are lowered here.
-        graphs.precompile(jnp.int32(1), new_caches(), wait=False, modules=ModuleCache(0, None), **options)
-        assert {(b.max_decodes, b.max_prefill_tokens) for b in graphs.executables} == {(4, 4), (4, 64)}
+        # A function of a test cannot be pickled: this process lowers it.
+        graphs.precompile(jnp.int32(1), new_caches(), wait=False, processes=LoweringProcesses(1), **options)
+        assert {(b.max_decodes, b.max_prefill_tokens) for b in graphs.executables} == {
+            (4, 4),
+            (4, 8),
+            (4, 64),
+        }
         gate.set()
         graphs.wait()
         assert set(graphs.executables) == set(buckets)

@@ -1,8 +1,9 @@
-"""Steps that other processes lower give the results of steps lowered here, also from files."""
+"""Steps that other processes lower, or that come from files, give the results of steps lowered here."""
 
 import gc
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from jattn.batch.metadata import build_batch_metadata
 from jattn.models.decoder import Decoder
 from jattn.runtime import lowering
 from jattn.runtime.decode_graphs import DecodeGraphs
-from jattn.runtime.lowering import ModuleCache, StepCall
+from jattn.runtime.executable_files import FOLDER, ExecutableFiles
+from jattn.runtime.lowering import LoweringProcesses, StepCall, request_of
 from jattn.serving.engine.step import ModelStep
 from tests.serving.tiny import one_layer_model
 
@@ -34,8 +36,8 @@ def model():
     return model
 
 
-def run(model, modules):
-    """Run a prompt with an engine's step that `modules` lowers; return the logits and the caches."""
+def run(model, processes=None, files=None):
+    """Run a prompt with an engine's step and return the logits and the caches."""
     graphdef, state = nnx.split(model)
     graphs = DecodeGraphs(ModelStep(graphdef), [BUCKET], from_host=True)
     caches = model.create_caches(5, block_size=BLOCK_SIZE)
@@ -47,31 +49,55 @@ def run(model, modules):
         np.asarray([6, 0], np.int32),
     )
     graphs.precompile(
-        state, caches, block_size=BLOCK_SIZE, inputs=lambda bucket: inputs, progress=False, modules=modules
+        state,
+        caches,
+        block_size=BLOCK_SIZE,
+        inputs=lambda bucket: inputs,
+        progress=False,
+        processes=processes,
+        files=files,
     )
+    graphs.wait()
     metadata = build_batch_metadata([5], [5], [[1, 2]], bucket=BUCKET, block_size=BLOCK_SIZE, to_device=False)
     (logits, _, _), caches = graphs(state, caches, metadata, *inputs)
     assert graphs.num_compiles == 1
     return jax.tree.map(np.asarray, (logits, caches))
 
 
+def no_process(**_):
+    pytest.fail("A step that has a file starts no process.")
+
+
 @pytest.mark.kernels
-def test_a_step_lowered_elsewhere_gives_the_same_results_and_is_read_from_its_file(model, tmp_path):
-    expected = run(model, None)
-    jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(1, tmp_path)), expected)
-    (file,) = (tmp_path / lowering.FOLDER).iterdir()
-    content = file.read_bytes()
-    # Without processes, the step can come from the file only.
-    jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(0, tmp_path)), expected)
-    file.write_bytes(content[:-1])
-    with pytest.warns(UserWarning, match="is damaged and will be replaced"):
-        jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(1, tmp_path)), expected)
-    assert file.read_bytes() == content
+class TestFiles:
+    def test_a_step_lowered_elsewhere_gives_the_same_results_and_is_read_from_its_file(
+        self, model, tmp_path, monkeypatch
+    ):
+        expected = run(model)
+        files = ExecutableFiles(tmp_path)
+        jax.tree.map(np.testing.assert_array_equal, run(model, LoweringProcesses(1), files), expected)
+        files.wait()
+        (file,) = (tmp_path / FOLDER).iterdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(lowering, "_start", no_process)
+            found = run(model, LoweringProcesses(1), ExecutableFiles(tmp_path))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        file.write_bytes(file.read_bytes()[:-1])
+        files = ExecutableFiles(tmp_path)
+        with pytest.warns(UserWarning, match="is damaged and will be replaced"):
+            found = run(model, LoweringProcesses(1), files)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        files.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(model, LoweringProcesses(1), ExecutableFiles(tmp_path))
 
 
-def call_of(step):
-    """Return the call of a step with one parameter and no caches."""
-    return StepCall(step, jax.ShapeDtypeStruct((2,), jnp.float32), (), (), from_host=False)
+def lower(processes, step):
+    """Return the module of a step with one parameter and no caches; None if this process must lower it."""
+    call = StepCall(step, jax.ShapeDtypeStruct((2,), jnp.float32), (), (), from_host=False)
+    request = request_of(call)
+    return None if request is None else processes.lower(request)
 
 
 class TestStepsThatThisProcessMustLower:
@@ -83,26 +109,26 @@ class TestStepsThatThisProcessMustLower:
     )
     def test_there_is_no_module_and_the_reason_is_logged(self, step, reason, caplog):
         with caplog.at_level("INFO", logger=lowering.__name__):
-            assert ModuleCache(1, None).find(call_of(step)) is None
+            assert lower(LoweringProcesses(1), step) is None
         assert reason in caplog.text
 
     def test_a_process_that_ends_leaves_the_steps_to_this_one(self, caplog, monkeypatch):
         command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1)"]
         started = lambda **_: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         monkeypatch.setattr(lowering, "_start", started)
-        modules = ModuleCache(1, None)
+        processes = LoweringProcesses(1)
         with caplog.at_level("INFO", logger=lowering.__name__):
-            assert modules.find(call_of(failing_step)) is None
-            assert modules.find(call_of(failing_step)) is None
+            assert lower(processes, failing_step) is None
+            assert lower(processes, failing_step) is None
         assert caplog.text.count("there is no lowering process") == 2
 
     @pytest.mark.kernels
     def test_processes_end_with_the_cache(self, monkeypatch):
         process = lowering._start(is_urgent=True)
         monkeypatch.setattr(lowering, "_start", lambda **_: process)
-        modules = ModuleCache(1, None)
-        modules.find(call_of(failing_step))
+        processes = LoweringProcesses(1)
+        lower(processes, failing_step)
         assert process.poll() is None
-        del modules
+        del processes
         gc.collect()
         assert process.poll() is not None

@@ -22,7 +22,8 @@ from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, arrange_batch
 from jattn.cache import CacheSpec
 from jattn.cache.spec import resolve_kv_cache_dtype
-from jattn.runtime.lowering import ModuleCache
+from jattn.runtime.executable_files import ExecutableFiles
+from jattn.runtime.lowering import LoweringProcesses
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
 from jattn.serving.engine.config import ResolvedConfig, cache_specs
@@ -365,10 +366,13 @@ class Runner:
         samplers = {largest: pool.submit(self._sampler.compile, *largest)}
         copies = [pool.submit(compiler) for compiler in self._copies.compilers(self._caches)]
         # On a mesh and on a CPU, steps are lowered in this process.
-        num_processes, modules = min((os.cpu_count() or 1) - 2, MAX_LOWERING_PROCESSES), None
+        num_processes = min((os.cpu_count() or 1) - 2, MAX_LOWERING_PROCESSES)
+        processes, files = None, None
         devices = jax.tree.leaves(self._caches)[0].devices()
         if num_processes > 1 and jax.default_backend() == "gpu" and len(devices) == 1:
-            modules = ModuleCache(num_processes, jax.config.jax_compilation_cache_dir)
+            processes = LoweringProcesses(num_processes)
+            if (folder := jax.config.jax_compilation_cache_dir) is not None:
+                files = ExecutableFiles(folder)
         for runs in self._runs:
             runs.graphs.precompile(
                 self.weights.refresh(),
@@ -378,7 +382,8 @@ class Runner:
                 progress=progress,
                 wait=wait,
                 serves_all=runs.graphs is self.graphs,
-                modules=modules,
+                processes=processes,
+                files=files,
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)

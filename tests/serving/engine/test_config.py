@@ -65,7 +65,7 @@ class TestDefaultBuckets:
 
     def test_large_steps_use_cublas_only(self):
         buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
-        compiler_options = step_graphs(lambda *_: None, buckets)._executables._options
+        compiler_options = step_graphs(lambda *_: None, buckets)._executables.options
         options = [compiler_options(bucket) for bucket in buckets]
         assert ["xla_gpu_enable_triton_gemm" in bucket_options for bucket_options in options] == [
             False,
