@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jattn.runtime.executables import GENERATES_CODE, LONG_PYTHON
+from jattn.runtime.executables import GENERATES_CODE
 from jattn.runtime.lowering import LoweringRequest
 from pallas_kernels import support
 
@@ -86,15 +86,14 @@ class ExecutableFiles:
         size = hashlib.sha256().digest_size
         if hashlib.sha256(content[size:]).digest() == content[:size]:
             try:
-                with LONG_PYTHON:
-                    data, results = pickle.loads(content[size:])
-                    return serialize_executable.deserialize_and_load(
-                        data,
-                        jax.tree.structure((arguments, {})),
-                        jax.tree.structure(results),
-                        backend=device.client,
-                        execution_devices=[device],
-                    )
+                data, results = pickle.loads(content[size:])
+                return serialize_executable.deserialize_and_load(
+                    data,
+                    jax.tree.structure((arguments, {})),
+                    jax.tree.structure(results),
+                    backend=device.client,
+                    execution_devices=[device],
+                )
             except Exception as error:  # whatever XLA and the results' classes raise
                 log.info("The executable in %s cannot be loaded: %s", file, error)
         warnings.warn(f"The file {file} is damaged and will be replaced.", stacklevel=2)

@@ -32,6 +32,9 @@ GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all cac
 # Held by a background thread for work that keeps the interpreter lock. A thread that runs steps then waits
 # for one such thread, not for a dozen.
 LONG_PYTHON = threading.Lock()
+# Seconds until a thread asks for the interpreter lock, while others compile. In the first minute, an 8B model
+# generated 83 % of the tokens that it generates at full speed, and 79 % with Python's default of 5 ms (H100).
+SWITCH_INTERVAL = 0.0005
 
 
 class ExecutableCache:
@@ -206,7 +209,7 @@ class ExecutableCache:
     def _start(self, compile: Callable[[Callable[[], Any]], None], total: int, progress: bool) -> None:
         def run() -> None:
             try:
-                with progress_bar(total, progress) as on_ready:
+                with progress_bar(total, progress) as on_ready, SHORT_SWITCH_INTERVAL:
                     compile(on_ready)
             except BaseException as error:
                 self.error = error
@@ -283,6 +286,32 @@ def _kernel_configs(operation: Any) -> Iterator[Any]:
 def _value(attribute: Any) -> Any:
     """Return the value of an MLIR attribute: a bool, a number, or a string as bytes."""
     return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
+
+
+class ShortSwitchInterval:
+    """Context in which threads wait less for the interpreter lock. Several threads may enter it at a time."""
+
+    def __init__(self) -> None:
+        """Change nothing yet."""
+        self._lock, self._count, self._before = threading.Lock(), 0, 0.0
+
+    def __enter__(self) -> None:
+        """Set the interval, for the first thread that enters."""
+        with self._lock:
+            if not self._count:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, SWITCH_INTERVAL))
+            self._count += 1
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the interval, for the last thread that leaves."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.setswitchinterval(self._before)
+
+
+SHORT_SWITCH_INTERVAL = ShortSwitchInterval()
 
 
 @contextlib.contextmanager

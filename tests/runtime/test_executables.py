@@ -1,12 +1,14 @@
 """Groups of executables: each compiles once, and kernels before the modules that contain them."""
 
+import contextlib
+import sys
 import threading
 
 import jax
 import pytest
 
 from jattn.batch.bucket import Bucket
-from jattn.runtime.executables import ExecutableCache
+from jattn.runtime.executables import SWITCH_INTERVAL, ExecutableCache, ShortSwitchInterval
 from tests import aot
 
 
@@ -26,6 +28,18 @@ def test_a_second_compilation_lasts_until_the_first_has_compiled_its_buckets():
     gate.set()
     executables.wait()
     assert list(executables.ready) == calls == [bucket]
+
+
+def test_threads_switch_sooner_while_any_of_them_compiles():
+    before = sys.getswitchinterval()
+    interval = ShortSwitchInterval()
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    first.enter_context(interval)
+    second.enter_context(interval)
+    first.close()
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
+    second.close()
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.kernels
