@@ -32,6 +32,7 @@ jaxtyping.jaxtyped = jaxtyped
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402  (after the platform is chosen)
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -52,8 +53,8 @@ def pytest_sessionstart(session):
 
     interpreter.pass_numpy_arrays()
     if not hasattr(session.config, "workerinput"):
-        for file in EXECUTABLES.glob("*"):
-            if time.time() - file.stat().st_mtime > DAY:
+        for file in EXECUTABLES.rglob("*"):
+            if file.is_file() and time.time() - file.stat().st_mtime > DAY:
                 file.unlink(missing_ok=True)
 
 
@@ -126,3 +127,23 @@ def _retrace_attention_if_patched(request):
             patch.setattr(module, "attend_regions", module.attend_regions.__wrapped__)
         patch.setattr(plans, "plan_regions_jitted", plans.plan_regions)
         yield
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """Return the empty folder of JAX's compilation cache, which takes programs of any compile time."""
+    folder = tmp_path / "jax-cache"
+    folder.mkdir()
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    compilation_cache.reset_cache()  # Otherwise JAX keeps using its previous folder.
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

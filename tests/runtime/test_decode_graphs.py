@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
 from jattn.batch.bucket import Bucket, default_buckets, pack_tokens, row_indices
@@ -163,20 +162,11 @@ class TestCompiles:
             graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, progress=False)
         assert seen == ["highest", "highest"]
 
-    def test_executables_are_loaded_from_the_persistent_cache(self, tmp_path):
-        options = {
-            "jax_compilation_cache_dir": str(tmp_path),
-            "jax_persistent_cache_min_compile_time_secs": 0.0,
-            "jax_persistent_cache_min_entry_size_bytes": -1,
-        }
-        before = {name: getattr(jax.config, name) for name in options}
+    def test_executables_are_loaded_from_the_persistent_cache(self, jax_cache):
         hits = []
         listen = lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
         jax.monitoring.register_event_listener(listen)
         try:
-            compilation_cache.reset_cache()
-            for name, value in options.items():
-                jax.config.update(name, value)
             for expected in (0, 2):
                 another = lambda params, caches, metadata: first_element(params, caches, metadata)
                 graphs = DecodeGraphs(another, buckets=[DECODES, MIXED])
@@ -184,9 +174,6 @@ class TestCompiles:
                 assert len(hits) == expected
         finally:
             jax.monitoring.unregister_event_listener(listen)
-            for name, value in before.items():
-                jax.config.update(name, value)
-            compilation_cache.reset_cache()
 
     def test_another_cache_shape_is_an_error(self, compiled_graphs):
         metadata, tokens = batch([[3]], [1], [[5]], DECODES)

@@ -7,7 +7,6 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jattn.batch.bucket import Bucket
 from jattn.runtime import executable_files
@@ -110,32 +109,18 @@ class TestLoading:
 
 
 @pytest.mark.parametrize("has_files", [False, True])
-def test_jax_writes_steps_to_its_cache_only_without_files(has_files, tmp_path):
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    compilation_cache.reset_cache()
-    try:
-        for name, value in options.items():
-            jax.config.update(name, value)
-        executables, compiled = ExecutableCache(lambda bucket: {}), []
-        executables.compile_groups_in_background(
-            [[BUCKET]],
-            lambda bucket: jax.jit(lambda x: (3 + has_files) * x).lower(1.0),
-            progress=False,
-            on_compiled=(lambda bucket, executable: compiled.append(bucket)) if has_files else None,
-        )
-        executables.wait()
-        assert compiled == [BUCKET] * has_files
-        assert any(tmp_path.iterdir()) != has_files
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+def test_jax_writes_steps_to_its_cache_only_without_files(has_files, jax_cache):
+    executables, compiled = ExecutableCache(lambda bucket: {}), []
+    executables.compile_groups_in_background(
+        [[BUCKET]],
+        lambda bucket: jax.jit(lambda x: (3 + has_files) * x).lower(1.0),
+        progress=False,
+        on_compiled=(lambda bucket, executable: compiled.append(bucket)) if has_files else None,
+    )
+    executables.wait()
+    assert compiled == [BUCKET] * has_files
+    assert any(jax_cache.iterdir()) != has_files
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
 
 
 def test_a_process_that_ends_writes_its_files(tmp_path):

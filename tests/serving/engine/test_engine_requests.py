@@ -348,24 +348,12 @@ class TestPrefixes:
         )
 
 
-def test_executables_are_stored_in_cache_dir(tmp_path):
-    before = {
-        name: getattr(jax.config, name)
-        for name in (
-            "jax_compilation_cache_dir",
-            "jax_persistent_cache_min_compile_time_secs",
-            "jax_persistent_cache_min_entry_size_bytes",
-        )
-    }
-    try:
-        with pytest.raises(NotADirectoryError, match="cache_dir must be a folder, got the file"):
-            engine_of(cache_dir=__file__)
-        engine_of(cache_dir=tmp_path / "kept").generate(["a"], max_tokens=1)
-        assert any((tmp_path / "kept").iterdir())
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+def test_executables_are_stored_in_cache_dir(tmp_path, jax_cache):
+    with pytest.raises(NotADirectoryError, match="cache_dir must be a folder, got the file"):
+        engine_of(cache_dir=__file__)
+    engine_of(cache_dir=tmp_path / "kept").generate(["a"], max_tokens=1)
+    assert any((tmp_path / "kept").iterdir())
+    assert not any(jax_cache.iterdir())
 
 
 def test_results_contain_their_prompt(engine):
