@@ -24,7 +24,7 @@ from pallas_kernels.varlen_prefill import (
     make_tile_lists,
 )
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
-from tests import contract
+from tests import assertions, contract
 from tests.contract import FACTORS
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
@@ -183,6 +183,21 @@ def test_packed_heads_of_tokens_that_start_anywhere_equal_float64():
 @pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_prefill_with_packed_heads_equals_float64_for_combinations_of_features(case):
     solved(case, INTERPRET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 32])
+def test_prefill_with_packed_heads_has_no_races(size):
+    """Every list fills its tiles: the warpgroups of a tile write the same zeros to the runs that it lacks."""
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, causal=False)
+    metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_region
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
+    block = np.arange(256 // size)
+    mask = block_mask(((block[:, None] + block) % (64 // size) == 0)[None], size, size)
+    run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    with assertions.assert_no_races(num_kernels=1):
+        jax.block_until_ready(jax.jit(run)(draw(2, 256, 4, 64), cache, metadata, mask=mask))
 
 
 @pytest.mark.gpu
