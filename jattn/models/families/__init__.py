@@ -42,6 +42,23 @@ FAMILIES = {
     for family in vars(module).values()
     if isinstance(family, Family)
 }
+# What models of known families that are not supported would need, by model_type.
+_MISSING_LAYERS = {
+    "gemma3n": "it has embeddings per layer and alternating updates (AltUp)",
+    "gemma4": "it has embeddings per layer, and layers that use the keys of others",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"),
+        "it has latent attention (MLA)",
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "minimax", "olmo_hybrid"),
+        "it has linear attention",
+    ),
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2"),
+        "it has recurrent layers (Mamba)",
+    ),
+}
 
 __all__ = [
     "FAMILIES",
@@ -86,10 +103,9 @@ def find_family(hf: Keys) -> Family:
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
-        reason = "no model family is registered for it"
         fix = f"{supported}. Register others with a module that --plugin or an entry point names"
         name = f"model_type {model_type!r}" if model_type else f"architecture {', '.join(architectures)}"
-        raise unsupported(name, reason, fix)
+        raise unsupported(name, _reason_without_family(model_type, architectures), fix)
     class_names = _classes(family.architecture, *family.other_architectures)
     if architectures and not set(class_names) & set(architectures):
         raise unsupported(
@@ -98,6 +114,16 @@ def find_family(hf: Keys) -> Family:
             "Supported: " + ", ".join(class_names),
         )
     return family
+
+
+def _reason_without_family(model_type: str | None, architectures: list[str]) -> str:
+    """Return why no family supports a model, given what its config.json says."""
+    classes = [name.replace("_", "").lower() for name in architectures]
+    for name, layers in _MISSING_LAYERS.items():
+        prefix = f"{name.replace('_', '')}for"
+        if model_type in (name, f"{name}_text") or any(cls.startswith(prefix) for cls in classes):
+            return f"{layers}, which jattn does not support"
+    return "no model family is registered for it"
 
 
 def served_keys() -> set[str]:

@@ -102,14 +102,28 @@ def test_an_architecture_belongs_to_the_family_named_after_it(family):
 
 
 REFUSED = {
-    r"model_type 'deepseek_v3': no model family is registered for it. Supported: Llama.* that --plugin": {
+    r"model_type 'unheard_of': no model family is registered for it. Supported: Llama.* that --plugin": {
+        "model_type": "unheard_of"
+    },
+    r"model_type 'deepseek_v3': it has latent attention \(MLA\), which jattn does not support. Supported: ": {
         "model_type": "deepseek_v3"
     },
-    "architecture Qwen3NextForCausalLM: no model family is registered": {
+    "architecture Qwen3NextForCausalLM: it has linear attention": {
         "model_type": None,
         "architectures": ["Qwen3NextForCausalLM"],
     },
-    "model_type 'unheard_of': no model family": {"model_type": "unheard_of"},
+    "model_type 'qwen3_5_text': it has linear attention": {"model_type": "qwen3_5_text"},
+    "architecture Qwen3_5ForCausalLM: it has linear attention": {
+        "model_type": None,
+        "architectures": ["Qwen3_5ForCausalLM"],
+    },
+    "model_type 'gemma3n_text': it has embeddings per layer and alternating": {
+        "model_type": "gemma3n_text",
+        "architectures": ["Gemma3nForCausalLM"],
+        "intermediate_size": [96] * 3,
+    },
+    "model_type 'gemma4': it has embeddings per layer, and layers that use": {"model_type": "gemma4"},
+    r"model_type 'mamba': it has recurrent layers \(Mamba\)": {"model_type": "mamba"},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
     "'mrope'.*default, linear, dynamic": {"rope_scaling": {"rope_type": "mrope"}},
