@@ -104,8 +104,8 @@ class DecodeGraphs:
 
         Raises:
             ValueError: If the metadata's bucket is not one of `buckets`, its block_size or the caches differ
-                from those at compilation, the structure of the parameters has changed, or the caches were
-                donated to an earlier step.
+                from those at compilation, the structure of the parameters has changed, the caches were
+                donated to an earlier step, or the step does not return (outputs, caches).
             TypeError: If another argument has another shape or dtype than at compilation.
         """
         if not isinstance(metadata, BatchMetadata):
@@ -446,7 +446,28 @@ def _on_leaves(
     unpacked: Any,
 ) -> tuple[Any, Any]:
     """Call the step with its parameters as a flat list and the host arrays packed into one."""
-    return step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
+    result = step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
+    _require_outputs_and_caches(result, caches)
+    return result
+
+
+def _require_outputs_and_caches(result: Any, caches: Any) -> None:
+    """Raise ValueError unless a step returned outputs, and caches like those that it received."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise ValueError(f"step must return a tuple (outputs, caches), got {got}.")
+    returned, received = result[1], caches
+    descriptions: list[list[Any]] = [[jax.tree.structure(tree) for tree in (returned, received)]]
+    descriptions += [
+        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(jax.typeof, leaves)]
+        for leaves in zip(jax.tree.leaves(returned), jax.tree.leaves(received), strict=False)
+    ]
+    for got, expected in descriptions:
+        if got != expected:
+            raise ValueError(
+                "step must return (outputs, caches) with caches like those that it received, "
+                f"{expected}, got {got}."
+            )
 
 
 def _require_same_caches(caches: Any, compiled: Any) -> None:

@@ -195,6 +195,33 @@ class TestCompiles:
         with pytest.raises(ValueError, match=message):
             compiled_graphs(PARAMS, new_caches(), metadata, tokens)
 
+    @pytest.mark.parametrize(
+        ("result", "message"),
+        [
+            (lambda outputs, caches: outputs, r"a tuple \(outputs, caches\), got a \w+\."),
+            (
+                lambda outputs, caches: (outputs, caches, 0),
+                r"a tuple \(outputs, caches\), got a tuple of 3\.",
+            ),
+            (
+                lambda outputs, caches: (caches, outputs),
+                r".* like those .*PagedCache.*, got PyTreeDef\(\*\)",
+            ),
+            (
+                lambda outputs, caches: (outputs, caches[:1]),
+                r".* like those .*PagedCache.*, got PyTreeDef",
+            ),
+            (
+                lambda outputs, caches: (outputs, jax.tree.map(lambda x: x.astype(jnp.float16), caches)),
+                r".* like those .*, float32\[.*\], got float16\[",
+            ),
+        ],
+    )
+    def test_a_step_that_returns_something_else_than_outputs_and_caches_is_an_error(self, result, message):
+        graphs = DecodeGraphs(lambda *args: result(args[0] + 1.0, args[1]), buckets=[DECODES])
+        with pytest.raises(ValueError, match=f"step must return {message}"):
+            graphs(jnp.ones(()), new_caches(), *batch([[3]], [1], [[5]], DECODES))
+
     def test_compiler_options_of_a_bucket_reach_xla(self):
         compiler_options_of = lambda bucket: {} if bucket.max_decodes == 1 else {"xla_of_no_such_name": True}
         graphs = DecodeGraphs(
