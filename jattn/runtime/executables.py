@@ -3,7 +3,7 @@
 A process has a single set of LLVM options at any time. XLA and Mosaic GPU set different ones, so no kernel
 compiles while XLA generates code for another executable, and the other way round. Threads that compile
 modules with kernels therefore mostly wait for each other: 28 steps of an 8B model took 70 s on 14 threads.
-`compile_groups` compiles the kernels beforehand, and XLA finds them in Mosaic's cache.
+`compile_groups_in_background` compiles the kernels beforehand, and XLA finds them in Mosaic's cache.
 """
 
 import concurrent.futures
@@ -100,9 +100,10 @@ class ExecutableCache:
         for future in running:
             future.result()
 
-    def compile_groups(
+    def _compile_groups(
         self,
-        groups: Sequence[Sequence[Bucket]],
+        groups: Sequence[Sequence[Claim]],
+        others: Iterable[concurrent.futures.Future[jax.stages.Compiled]],
         lower: LowerOrLoad,
         *,
         workers: int,
@@ -112,7 +113,8 @@ class ExecutableCache:
         """Lower or load all buckets in threads. Then, group by group, compile their kernels and the others.
 
         Args:
-            groups: Groups of buckets, the most urgent first.
+            groups: Groups of claimed buckets, the most urgent first.
+            others: Executables that other threads compile, to wait for at the end.
             lower: Function that lowers a bucket or loads its executable. Several threads call it at a time.
             workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
@@ -134,23 +136,14 @@ class ExecutableCache:
             if on_compiled is not None:
                 on_compiled(claim[0], self.ready[claim[0]])
 
-        claims: list[list[Claim]] = [[] for _ in groups]
-        others = []  # which other threads compile
-        for buckets, group in zip(groups, claims, strict=True):
-            for bucket in buckets:
-                future, is_mine = self._claim(bucket)
-                if is_mine:
-                    group.append((bucket, future))
-                else:
-                    others.append(future)
-        all_claims = [claim for group in claims for claim in group]
+        all_claims = [claim for group in groups for claim in group]
         with (
             self._abandon_on_error(all_claims),
             _cancelling_pool(len(all_claims)) as lowering_pool,  # Its threads mostly wait for processes.
             _cancelling_pool(workers) as pool,
         ):
             lowering = {claim[0]: lowering_pool.submit(lower_or_load, claim) for claim in all_claims}
-            for group in claims:
+            for group in groups:
                 steps = [(claim, _result(lowering.pop(claim[0]))) for claim in group]
                 to_compile = [(claim, lowered) for claim, lowered in steps if lowered is not None]
                 del steps
@@ -179,11 +172,23 @@ class ExecutableCache:
         progress: bool,
         on_compiled: OnCompiled | None = None,
     ) -> None:
-        """Run `compile_groups` in a background thread, on all cores but two."""
+        """Run `_compile_groups` in a background thread, on all cores but two.
+
+        The buckets are claimed before this returns, so that `wait_for` finds them.
+        """
         workers = max((os.cpu_count() or 2) - 2, 1)
+        claims: list[list[Claim]] = [[] for _ in groups]
+        others = []  # which other threads compile
+        for buckets, group in zip(groups, claims, strict=True):
+            for bucket in buckets:
+                future, is_mine = self._claim(bucket)
+                if is_mine:
+                    group.append((bucket, future))
+                else:
+                    others.append(future)
         self._start(
-            lambda on_ready: self.compile_groups(
-                groups, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled
+            lambda on_ready: self._compile_groups(
+                claims, others, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled
             ),
             sum(map(len, groups)),
             progress,

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+import time
 
 import jax
 import pytest
@@ -40,6 +41,20 @@ def test_threads_switch_sooner_while_any_of_them_compiles():
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL)
     second.close()
     assert sys.getswitchinterval() == before
+
+
+def test_waiting_includes_a_background_thread_that_has_not_started_yet(monkeypatch):
+    class LateThread(threading.Thread):
+        def run(self):
+            time.sleep(0.2)
+            super().run()
+
+    monkeypatch.setattr("jattn.runtime.executables.threading.Thread", LateThread)
+    bucket, executables = Bucket(max_decodes=1, max_blocks=1), ExecutableCache(lambda bucket: {})
+    executables.compile_groups_in_background([[bucket]], lambda _: jax.jit(lambda: 1).lower(), progress=False)
+    executables.wait_for([bucket])
+    assert list(executables.ready) == [bucket]
+    executables.wait()
 
 
 @pytest.mark.kernels
