@@ -7,7 +7,6 @@ import pytest
 
 from tests.serving.server.live_server import run_server
 
-langchain_openai = pytest.importorskip("langchain_openai")
 TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}{{ messages[-1].content }}"
 
 
@@ -19,11 +18,13 @@ class Weather(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def model(engine, tmp_path_factory):
+    from langchain_openai import ChatOpenAI  # takes a second, which only the worker with these tests needs
+
     file = tmp_path_factory.mktemp("template") / "template.jinja"
     file.write_text(TEMPLATE)
     with run_server(engine, chat_template=file, served_model_names=("tiny",)) as server:
         options = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny", "seed": 1}
-        yield langchain_openai.ChatOpenAI(**options, max_tokens=200, max_retries=0)
+        yield ChatOpenAI(**options, max_tokens=200, max_retries=0)
 
 
 def test_invoke_stream_and_batch(model):
