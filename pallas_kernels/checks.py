@@ -3,11 +3,23 @@
 import dataclasses
 import functools
 import numbers
+import os
+import pathlib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import jax
 import numpy as np
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_FOLDERS = (_ROOT / "jattn", _ROOT / "pallas_kernels", pathlib.Path(jax.__file__).parent)
+INTERNAL_FILES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)  # beginnings of their paths
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Issue a warning that names the line of the caller's code: outside of jattn, its kernels and JAX."""
+    warnings.warn(message, category, skip_file_prefixes=INTERNAL_FILES)
 
 
 def require(condition: bool, name: str, rule: str, got: object) -> None:

@@ -34,6 +34,8 @@ jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 import jax  # noqa: E402  (after the platform is chosen)
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+from pallas_kernels import checks  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jattn", deadline=None, derandomize=True, max_examples=30)
@@ -89,6 +91,14 @@ def types_unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def warned_lines(monkeypatch):
+    """Skip the frames of the runtime type checks, so that warnings name the same line as without them."""
+    files = pathlib.Path(__file__).with_name("type_checks"), pathlib.Path(jaxtyping.__file__).parent
+    type_checks = ("<@beartype", *map(str, files))
+    monkeypatch.setattr(checks, "INTERNAL_FILES", (*checks.INTERNAL_FILES, *type_checks))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ The residuals are queries, keys, values, outputs and log-sum-exps; the backward 
 
 import functools
 import itertools
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from jattn.pytree import replace
 from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
-from pallas_kernels.checks import forbid_derivative, unsupported
+from pallas_kernels.checks import forbid_derivative, unsupported, warn_caller
 
 type OutAndLse = tuple[Array, Array | None]
 
@@ -265,7 +264,7 @@ def _has_backward_kernel(
         raise unsupported(feature, reason, fix)
     if choice.requested is None:
         message = f"Gradients of attention fall back to xla on a GPU, which is slow: {reason}."
-        warnings.warn(message, KernelFallbackWarning, stacklevel=2)
+        warn_caller(message, KernelFallbackWarning)
     return False
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from jattn.models.loading.checkpoint import float_dtype
 from jattn.models.loading.files import optional_module, require_exists
 from jattn.models.loading.safetensors_files import read_header
 from jattn.models.specs import require_one_per_layer
-from pallas_kernels.checks import require
+from pallas_kernels.checks import require, warn_caller
 
 # The names of vLLM, ModelOpt (k_proj.k_scale), Quark and compressed-tensors (k_proj.output_scale).
 # kv_scale is the scale of both sides. Scales of queries and probabilities are not used.
@@ -24,8 +23,6 @@ NAME = re.compile(
     r"(?:(?:attn\.)?(kv|k|v|q|prob_output|prob)_scale|(?:qk)?qkv_proj\.([kv])_scale"
     r"|([qkv])_proj\.(?:\4_scale|output_scale))"
 )
-
-PACKAGE = str(pathlib.Path(__file__).parents[1])  # warnings point at the caller outside this package
 
 
 class CalibrationWarning(UserWarning):
@@ -154,7 +151,7 @@ def make_static_scales(
             "kv_scales.safetensors in the model folder, where jattn serve finds them. "
             "The cache format fp8_per_token_head needs no scales."
         )
-        warnings.warn(message, CalibrationWarning, skip_file_prefixes=(PACKAGE,))
+        warn_caller(message, CalibrationWarning)
     return scales
 
 

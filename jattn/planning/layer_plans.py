@@ -1,8 +1,6 @@
 """Plans of layer configurations in the regions of a step, and their table."""
 
 import dataclasses
-import pathlib
-import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask, check_batch_mask
 from jattn.pytree import pytree
 from pallas_kernels import support
+from pallas_kernels.checks import warn_caller
 
 COLUMNS = ("layer", "region", "implementation", "tiles", "split", "reason")
 
@@ -210,10 +209,9 @@ def _warn_of_fallbacks(layer_plan: LayerPlan) -> None:
     """Warn about each region that the kernels do not serve."""
     for region, choice in layer_plan.choices:
         if choice.implementation != "mosaic_gpu":
-            warnings.warn(
+            warn_caller(
                 f"Attention falls back to {choice.implementation} on a GPU, which is slow: {region} of "
                 f"({layer_plan.layer}): {choice.reason}. Pass implementation={choice.implementation!r} to "
                 "silence this warning, or 'mosaic_gpu' to make it an error.",
                 KernelFallbackWarning,
-                skip_file_prefixes=(str(pathlib.Path(__file__).parents[1]),),
             )

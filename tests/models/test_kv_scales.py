@@ -24,13 +24,21 @@ class TestMissingStaticScales:
         model.kv_scales = scales
         return model
 
+    @pytest.mark.usefixtures("warned_lines")
     @pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2"])
     def test_missing_scales_are_reported_once_with_a_hint(self, quantization):
         message = rf"{quantization} cache: layers 0, 1, 2 have no scales and use 1, .* jattn.calibrate"
         message += r".* save these scales as kv_scales\.safetensors in the model folder"
         with pytest.warns(jattn.CalibrationWarning, match=message) as warned:
             self.model().create_caches(2, quantization=quantization)
-        assert len(warned) == 1
+        assert [warning.filename for warning in warned] == [__file__]
+
+    @pytest.mark.usefixtures("warned_lines")
+    def test_missing_scales_are_reported_at_the_line_that_makes_an_engine(self):
+        options = {"num_blocks": 9, "max_num_seqs": 2, "kv_cache_dtype": "fp8"}
+        with pytest.warns(jattn.CalibrationWarning) as warned:
+            jattn.serving.Engine(self.model(), **options)
+        assert [warning.filename for warning in warned] == [__file__]
 
     def test_missing_scales_are_reported_with_their_layers(self):
         with pytest.warns(jattn.CalibrationWarning, match="layers 1 have no scales"):

@@ -3,6 +3,7 @@ for.
 """
 
 import dataclasses
+import inspect
 import warnings
 
 import jax
@@ -21,7 +22,6 @@ HEADS = {"num_q_heads": 4, "num_kv_heads": 2}
 SPEC = jattn.AttentionSpec(**HEADS, head_dim=64)
 CACHE = jattn.CacheSpec(num_blocks=8, num_kv_heads=2, head_dim=64)
 STRIDED = jattn.LocalStrided(block_size=16, local_blocks=1, vert_stride=2)
-undecorated = lambda function: getattr(function, "__wrapped__", function)  # without the run-time type checks
 
 
 def batch(query_lens=(1, 1, 5), seq_lens=(41, 8, 5), **changes):
@@ -162,7 +162,7 @@ class TestDevice:
 
 
 class TestWarning:
-    @pytest.mark.usefixtures("as_on_a_gpu")
+    @pytest.mark.usefixtures("as_on_a_gpu", "warned_lines")
     def test_fallback_to_xla_on_a_gpu_warns_with_the_reason_and_a_fix(self):
         packed = dataclasses.replace(CACHE, layout="packed")
         with pytest.warns(jattn.KernelFallbackWarning) as caught:
@@ -172,14 +172,21 @@ class TestWarning:
         assert "falls back to xla" in message
         assert "layout=packed is not supported; supported: NHD, HND" in message
         assert "implementation='xla'" in message
-        assert "jattn/planning" not in warning.filename
+        assert warning.filename == __file__
 
-    @pytest.mark.usefixtures("as_on_a_gpu")
+    @pytest.mark.usefixtures("as_on_a_gpu", "warned_lines")
     def test_fallback_without_a_plan_warns(self):
         problem = Problem(AttentionContract().plain_case(region="decode"))
         with pytest.warns(jattn.KernelFallbackWarning, match="query dtype=float32") as caught:
             jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec)
-        assert len(caught) == 1
+        assert [warning.filename for warning in caught] == [__file__]
+
+    @pytest.mark.usefixtures("as_on_a_gpu", "warned_lines")
+    def test_warning_in_a_jitted_gradient_names_the_line_of_the_loss(self):
+        loss = lambda x: jattn.attention(x, x, x).sum()
+        with pytest.warns(jattn.KernelFallbackWarning, match="query dtype=float32") as caught:
+            jax.jit(jax.grad(loss)).lower(jnp.ones((1, 9, 2, 16)))
+        assert {warning.filename for warning in caught} == {__file__}
 
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_warning_is_shown_once_by_default(self):
@@ -382,13 +389,13 @@ class TestRefusals:
             "spec": SPEC,
         }
         with pytest.raises(ValueError, match=message):
-            undecorated(jattn.attend)(**(arguments | change))
+            inspect.unwrap(jattn.attend)(**(arguments | change))
 
     def test_sinks_and_slopes_may_be_lists(self):
         arguments = jnp.ones((7, 4, 64), jnp.bfloat16), jattn.PagedCache.create(CACHE), batch(), SPEC
         numbers = [0.0, 1.0, 2.0, 3.0]
         for name in ("sinks", "alibi_slopes"):
-            out = undecorated(jattn.attend)(*arguments, **{name: numbers})
+            out = inspect.unwrap(jattn.attend)(*arguments, **{name: numbers})
             np.testing.assert_array_equal(out, jattn.attend(*arguments, **{name: jnp.asarray(numbers)}))
 
 
