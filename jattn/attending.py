@@ -26,8 +26,19 @@ from jattn.merge import merge_attention_outputs
 from jattn.planning import CascadePlan, LayerPlan, Plan, RegionPlan, check_plan_matches, plan_of_layer
 from jattn.pytree import replace
 from jattn.score_mod import ScoreFunction, ScoreMod, as_score_mod
-from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_bool, require_shape, require_type, unsupported
+from jattn.spec import OTHER_NAMES, AttentionSpec
+from pallas_kernels.checks import (
+    require,
+    require_bool,
+    require_shape,
+    require_type,
+    suggest_argument_names,
+    unsupported,
+)
+
+# The layer's spec has what other libraries take as arguments of each call.
+_FIELDS = {**OTHER_NAMES, **{name: f"{name}=" for name in ("scale", "causal", "window", "soft_cap")}}
+_HINTS = {name: f"Use AttentionSpec({field})" for name, field in _FIELDS.items()}
 
 
 @overload
@@ -60,6 +71,7 @@ def attend(
     implementation: str | Sequence[str] | None = None,
     return_lse: Literal[True],
 ) -> tuple[Array, Array]: ...
+@suggest_argument_names("attend", _HINTS)
 def attend(
     query: Float[Array, "tokens q_heads head_dim"],
     cache: PagedCache | PackedKV,

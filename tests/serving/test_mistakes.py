@@ -154,6 +154,8 @@ WANT = {
 
 
 HINTS = {  # arguments of other libraries: TypeErrors
+    "jattn.attend(m.rows, m.cache, m.decodes, m.spec, scale=1)": r"attend.* Use AttentionSpec\(scale=\)\.",
+    "jattn.attend(m.rows, m.cache, m.decodes, m.spec, softcap=9)": r"attend.* AttentionSpec\(soft_cap=\)\.",
     "Engine(m.model, quantization='fp8')": r"weights is read from the checkpoint.* use kv_cache_dtype=\.",
     "Engine(m.model, gpu_memory_utilization=0.9)": r"Engine\(\) got .* Use cache_bytes= or num_blocks=\.",
     "Engine(m.model, tensor_parallel_size=2)": r"Load the model with mesh=jattn.parallel.make_mesh\(tp=\)\.",
