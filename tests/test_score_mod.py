@@ -110,7 +110,7 @@ def test_attention_and_its_gradients_equal_the_definition(name, causal, window, 
     grads, out = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(QUERY, KEY, VALUE, floats)
     with jax.enable_x64(True):
         args = jax.tree.map(lambda x: x.astype(jnp.float64), (QUERY, KEY, VALUE, floats))
-        expected_grads, expected = jax.grad(expected_loss, argnums=(0, 1, 2, 3), has_aux=True)(*args)
+        expected_grads, expected = jax.jit(jax.grad(expected_loss, argnums=(0, 1, 2, 3), has_aux=True))(*args)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(grad, expected_grad, rtol=2e-4, atol=2e-4)
