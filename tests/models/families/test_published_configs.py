@@ -138,6 +138,16 @@ def test_other_published_configs():
     assert (layer.mlp.intermediate_size, layer.mlp.shared, layer.mlp.routing.renormalize) == (768, None, True)
     _, layer, _ = read(published.QWEN15_MOE)
     assert (layer.mlp.gates_shared, layer.qkv_bias, layer.out_bias) == (True, True, False)
+    config, layer, _ = read(published.EXAONE_35_2B)
+    assert (config.num_hidden_layers, config.tie_word_embeddings, layer.attention.num_kv_heads) == (
+        30,
+        True,
+        8,
+    )
+    assert (layer.rope.rope_type, layer.rope.rope_theta, layer.rope.factor) == ("llama3", 1e6, 8.0)
+    config, layer, last = read(published.MIMO_7B)
+    assert (config.num_hidden_layers, layer.attention.head_dim, layer.rope.rope_theta) == (36, 128, 640000.0)
+    assert (layer.qkv_bias, layer.out_bias, last.attention.window) == (True, False, None)
     config, layer, _ = read(published.GEMMA_2B)
     assert (layer.mlp.hidden_act, config.embedding_scale) == ("gelu_pytorch_tanh", 2048**0.5)
     with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*dual chunk attention"):
