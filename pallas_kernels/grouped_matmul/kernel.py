@@ -189,16 +189,14 @@ def multiply_body(
             multiply_by_wgmma(rows, matrix, out, smem.results, place, dims=dims)
         else:
             target = out.at[pl.ds(first_row, TILE_ROWS), columns]
-            accumulators = accumulate_by_mma(rows, matrix, smem, dims=dims, is_interpreted=is_interpreted)
-            for i, accumulator in enumerate(accumulators):
-                rows_of_acc = target.at[pl.ds(i * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                store_unoptimized(rows_of_acc, accumulator.astype(out.dtype))
+            accumulator = accumulate_by_mma(rows, matrix, smem, dims=dims, is_interpreted=is_interpreted)
+            store_unoptimized(target, accumulator.astype(out.dtype))
 
 
 def accumulate_by_mma(
     rows_g: Ref, matrix_g: Ref, smem: GroupedMatmulSmem, *, dims: GroupedMatmulDims, is_interpreted: bool
-) -> tuple[Tile, ...]:
-    """Return the f32 results of each 64 rows of `rows_g @ matrix_g`.
+) -> Tile:
+    """Return `rows_g @ matrix_g`, f32 [TILE_ROWS, tile].
 
     Each step is a group of copies, also past the last step, where the groups are empty. So when a step waits,
     `stages - 2` groups are younger than its own.
@@ -216,7 +214,7 @@ def accumulate_by_mma(
 
         commit_copies(is_interpreted=is_interpreted)
 
-    def accumulate(step: Scalar, accs: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    def accumulate(step: Scalar, acc: Tile) -> Tile:
         # Wait until the step's copies of all threads are complete. All warps have then read the stage of the
         # step before, which the next load overwrites.
         wait_for_warpgroup(num_pending=stages - 2, is_interpreted=is_interpreted)
@@ -224,13 +222,13 @@ def accumulate_by_mma(
         stage = lax.rem(step, jnp.int32(stages))
         operands = smem.rows.at[stage], smem.matrix.at[stage]
         return multiply_by_mma(
-            accs, *operands, is_transposed=dims.outputs_first, is_interpreted=is_interpreted
+            acc, *operands, is_transposed=dims.outputs_first, is_interpreted=is_interpreted
         )
 
     for step in range(stages - 1):
         load(jnp.int32(step))
-    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, dims.tile), f32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, steps, accumulate, (zeros,) * (TILE_ROWS // WARPGROUP_ROWS))
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_ROWS, dims.tile), f32), plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, steps, accumulate, zeros)
 
 
 def multiply_by_wgmma(

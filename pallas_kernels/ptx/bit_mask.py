@@ -59,14 +59,17 @@ def apply_bit_mask(s: Tile, words: tuple[Rows, ...]) -> Tile:
             code = f"{{ .reg .pred p; .reg .b32 t; {test} selp.f32 $0, $1, 0fFF800000, p; }}"
             return lanes.ptx(code, x, row, result_type=lanes.f32())
 
-        columns = [
+        row_tiles = [
             [
-                mask_score(x, shifted[8 * n // WORD_BITS][i // 2], 8 * n % WORD_BITS + i % 2)
-                for i, x in enumerate(fragment)
+                [
+                    mask_score(x, shifted[8 * n // WORD_BITS][2 * m + i // 2], 8 * n % WORD_BITS + i % 2)
+                    for i, x in enumerate(fragment)
+                ]
+                for n, fragment in enumerate(columns)
             ]
-            for n, fragment in enumerate(fragments.column_fragments(s))
+            for m, columns in enumerate(fragments.row_tiles(s))
         ]
-        return fragments.tile_from_fragments(columns)
+        return fragments.tile_from_row_tiles(row_tiles)
 
     return select(s, *words)
 
@@ -83,6 +86,6 @@ def unpack_bit_mask(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
 
 
 def _row_registers(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Return the registers of rows g and g + 8."""
+    """Return the registers of rows g and g + 8 of each 64 rows."""
     require_layout(array.layout, ROW_LAYOUT)
     return list(array.registers.flat)

@@ -161,7 +161,15 @@ class _SwizzledRows:
         shift = self.units.bit_length() - 1
         return arith.andi(thread, lanes.const(self.units - 1)), arith.shrui(thread, lanes.const(shift))
 
-    def copy_row(self, row: ir.Value, unit: ir.Value, source: ir.Value, size: ir.Value | None = None) -> None:
+    def copy_row(
+        self,
+        row: ir.Value,
+        unit: ir.Value,
+        source: ir.Value,
+        size: ir.Value | None = None,
+        *,
+        start: int = 0,
+    ) -> None:
         """Start to copy one unit of each swizzle atom of a row, with zeros where TMA would pad a chunk.
 
         Args:
@@ -169,7 +177,9 @@ class _SwizzledRows:
             unit: Index of the unit in each atom's row.
             source: Address of the row's first element.
             size: Number of bytes to copy of each unit: 16, or 0 to fill it with zeros; None = 16.
+            start: Number that is added to `row`, whose multiples of 8 need no register.
         """
+        row = lanes.add(row, start % 8) if start % 8 else row
         # The swizzle XORs the 16-byte unit with the row (128 bytes) or with half of it (64 bytes).
         row_in_atom = arith.andi(row, lanes.const(7))
         phase = row_in_atom if self.swizzle == 128 else arith.shrui(row_in_atom, lanes.const(1))
@@ -185,7 +195,8 @@ class _SwizzledRows:
         chunk_bytes = self.head.chunk_dim * self.itemsize
         for chunk in range(self.head.num_chunks):
             for column in range(columns):
-                target = chunk * self.num_rows * self.row_bytes + column * 8 * self.swizzle
+                tile_index = start // 8 * columns + column
+                target = chunk * self.num_rows * self.row_bytes + tile_index * 8 * self.swizzle
                 place = f"[$0 + {target}], [$1 + {chunk * chunk_bytes + column * self.swizzle}], {UNIT}"
                 num_units = chunk_bytes // UNIT - column * self.units
                 num_bytes = size
@@ -262,7 +273,7 @@ def _copy_block_rows_by_lanes(
     for start in range(0, warp_rows, tile.rows_at_once):
         token, copy = lanes.add(offset, lane_row, start % run_length), lanes.const(0)
         source = cache_pointer(cache_g, blocks[start // run_length], copy, token, kv_head, tiling=tiling)
-        tile.copy_row(lanes.add(first_row, lane_row, start), unit, source)
+        tile.copy_row(lanes.add(first_row, lane_row), unit, source, start=start)
     return ()
 
 
@@ -441,13 +452,17 @@ def _copy_token_rows_by_lanes(
     lane, warp = lanes.lane_and_warp(num_warps=num_warps)
     unit, lane_row = tile.unit_and_row(lane)
     warp_rows, shift = num_rows // num_warps, rows_per_head.bit_length() - 1
+    first_row = lanes.add(lanes.times(warp, warp_rows), lane_row)
     for start in range(0, warp_rows, tile.rows_at_once):
-        row = lanes.add(lanes.times(warp, warp_rows), lane_row, start)
-        token = lanes.add(start_token, arith.andi(row, lanes.const(rows_per_head - 1)))
+        if rows_per_head == num_rows:
+            token, head_index = lanes.add(start_token, first_row, start), start_head
+        else:
+            row = lanes.add(first_row, start)
+            token = lanes.add(start_token, arith.andi(row, lanes.const(rows_per_head - 1)))
+            head_index = lanes.add(start_head, arith.shrui(row, lanes.const(shift)))
         token = arith.minsi(arith.maxsi(token, lanes.const(0)), lanes.const(num_tokens - 1))
-        head_index = lanes.add(start_head, arith.shrui(row, lanes.const(shift)))
         source = lanes.advance(lanes.pointer(array_g), token, stride, lanes.times(head_index, head_stride))
-        tile.copy_row(row, unit, source)
+        tile.copy_row(first_row, unit, source, start=start)
     return ()
 
 

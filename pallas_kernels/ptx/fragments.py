@@ -30,11 +30,19 @@ def row_tiles(array: mgpu.FragmentedArray) -> list[list[Fragment]]:
 
 def tile_from_fragments(fragments: Sequence[Sequence[ir.Value]]) -> mgpu.FragmentedArray:
     """Return the f32 tile [64, n] with the given fragments; the inverse of `column_fragments`."""
+    return tile_from_row_tiles([fragments])
+
+
+def tile_from_row_tiles(row_tiles: Sequence[Sequence[Sequence[ir.Value]]]) -> mgpu.FragmentedArray:
+    """Return the f32 tile with the given fragments of each 64 rows; the inverse of `row_tiles`."""
     pair_type = ir.VectorType.get((2,), lanes.f32())
     registers = [
-        vector.from_elements(pair_type, list(fragment[i : i + 2])) for fragment in fragments for i in (0, 2)
+        vector.from_elements(pair_type, list(fragment[i : i + 2]))
+        for fragments in row_tiles
+        for fragment in fragments
+        for i in (0, 2)
     ]
-    return array_from_registers(registers, TILE_LAYOUT, (64, 8 * len(fragments)))
+    return array_from_registers(registers, TILE_LAYOUT, (64 * len(row_tiles), 8 * len(row_tiles[0])))
 
 
 def array_from_registers(

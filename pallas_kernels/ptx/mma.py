@@ -22,13 +22,24 @@ class LdmatrixTile:
     """16 rows at a time of a swizzled tile in shared memory, as TMA writes it, which ldmatrix loads.
 
     The tile consists of `num_chunks` tiles [rows, width]. One ldmatrix reads four 8 x 8 matrices of 16-bit
-    units: rows 0-7 and 8-15 of 16 bytes, then of the next 16 bytes.
+    units: rows 0-7 and 8-15 of 16 bytes, then of the next 16 bytes; or with `units_first` rows 0-7 of both 16
+    bytes, then rows 8-15.
 
     Attributes:
         steps: Number of 32-byte steps in a row of a chunk.
     """
 
-    def __init__(self, ref: ir.Value, *, rows: int, row_bytes: int, swizzle: int, by_warp: bool = True):
+    def __init__(
+        self,
+        ref: ir.Value,
+        *,
+        rows: int,
+        row_bytes: int,
+        swizzle: int,
+        by_warp: bool = True,
+        units_first: bool = False,
+        keeps_addresses: bool = True,
+    ):
         """Create the tile.
 
         Args:
@@ -37,36 +48,53 @@ class LdmatrixTile:
             row_bytes: Bytes of a row of a chunk.
             swizzle: Bytes of a row of a swizzle atom.
             by_warp: Whether each warp loads its own rows, from 16 times its index on.
+            units_first: The order of the four matrices. Operands of mma.sync must be in adjacent registers:
+                without this order ptxas moves each register of a B operand whose columns are the rows here.
+            keeps_addresses: Whether the compiler may keep the addresses of all steps in registers throughout
+                a loop. Otherwise each load computes its address.
         """
         require_tiles(ir.MemRefType(ref.type), rows=rows, row_bytes=row_bytes, swizzle=swizzle)
         self.steps = row_bytes // 32
-        self.swizzle, self.columns = swizzle, row_bytes // swizzle
+        self.swizzle, self.columns, self.keeps_addresses = swizzle, row_bytes // swizzle, keeps_addresses
         self.chunk_bytes = rows * row_bytes
         lane, warp = lanes.lane_and_warp()
         # Lanes 0-7, 8-15, 16-23 and 24-31 give the row addresses of the four matrices.
         row = arith.andi(lane, lanes.const(7))
         first_tile = lanes.times(warp, 2) if by_warp else lanes.const(0)
-        row_tile = lanes.add(first_tile, arith.andi(arith.shrui(lane, lanes.const(3)), lanes.const(1)))
+        # Bits 3 and 4 of the lane say which of the two rows, and which of the two units.
+        row_bit, unit_bit = (4, 3) if units_first else (3, 4)
+        row_tile = lanes.add(first_tile, _bit(lane, row_bit))
         # The swizzle XORs the 16-byte unit with the row (128 bytes) or with half of it (64 bytes).
         phase = row if swizzle == 128 else arith.shrui(row, lanes.const(1))
-        unit = arith.xori(arith.shrui(lane, lanes.const(4)), phase)
+        unit = arith.xori(_bit(lane, unit_bit), phase)
         tile = lanes.times(row_tile, self.columns * 8 * swizzle)
         self.first = lanes.add(lanes.address(ref), tile, lanes.times(row, swizzle), lanes.times(unit, 16))
 
     def load(
         self, chunk: int, step: int, *, first_row: int = 0, transpose: bool = False
     ) -> Sequence[ir.Value]:
-        """Return four registers: rows 0-7 and 8-15 of the step's first 16 bytes, then of its second 16.
+        """Return the four registers of a step of 32 bytes of 16 rows, in the tile's order.
 
         The rows are counted from `first_row` on, a multiple of 8.
         """
         start = step * 32
-        at = arith.xori(self.first, lanes.const(start % self.swizzle))
+        unit = start % self.swizzle
+        if self.keeps_addresses:
+            at = arith.xori(self.first, lanes.const(unit))
+        else:
+            # LLVM does not move this out of loops, as if it touched memory.
+            at = lanes.ptx(f"xor.b32 $0, $1, {unit};", self.first, touches_memory=True)
         tile = first_row // 8 * self.columns + start // self.swizzle
         offset = chunk * self.chunk_bytes + tile * 8 * self.swizzle
         modifier = ".trans" if transpose else ""
         code = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
         return lanes.ptx_results(code, at, num_results=4, touches_memory=True)
+
+
+def _bit(lane: ir.Value, position: int) -> ir.Value:
+    """Return bit 3 or 4 of a lane's index, which has 5 bits."""
+    shifted = arith.shrui(lane, lanes.const(position))
+    return shifted if position == 4 else arith.andi(shifted, lanes.const(1))
 
 
 # The dtypes that `dequantize_to_f16x2` has code for; it would return wrong numbers for any other.

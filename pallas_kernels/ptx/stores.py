@@ -1,6 +1,7 @@
 """Stores from registers to global memory that do not use shared memory and TMA."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ def store_tokens(
 
     Args:
         ref: Array f32 [heads, tokens] in global memory with fewer than 2^32 elements.
-        values: One number per row of the tile, f32 [64].
+        values: One number per row of the tile, f32 [64 or 128].
         head: Head of the first rows.
         token: Token of each head's first row; may be negative if that row is not valid.
         first_row: Index of the first valid row among a head's rows.
@@ -209,7 +210,7 @@ def store_token_rows(
 
     Args:
         ref: 16-bit array [tokens, heads, columns] in global memory.
-        acc: Accumulator, f32 [64, at least columns].
+        acc: Accumulator, f32 [64 or 128, at least columns].
         head: Head of the first rows.
         token: Token of each head's first row; may be negative if that row is not valid.
         first_row: Index of the first valid row among a head's rows.
@@ -237,8 +238,8 @@ def _store_token_rows_by_lanes(
     head, token, begin, end = map(fragments.scalar, scalars)
     lane, warp = lanes.lane_and_warp()
     g, t = arith.shrui(lane, lanes.const(2)), arith.andi(lane, lanes.const(3))
-    for half in (0, 1):
-        row = lanes.add(lanes.times(warp, 16), g, 8 * half)
+    for m, half in itertools.product(range(acc.shape[0] // 64), (0, 1)):
+        row = lanes.add(lanes.times(warp, 16), g, 64 * m + 8 * half)
         head_index = lanes.add(head, arith.divui(row, lanes.const(tokens_per_head)))
         token_index = arith.remui(row, lanes.const(tokens_per_head))
         is_valid = arith.andi(
@@ -247,7 +248,7 @@ def _store_token_rows_by_lanes(
         )
         offset = lanes.add(lanes.times(head_index, 2 * head_stride), lanes.times(t, 4))
         first = lanes.advance(lanes.pointer(ref), lanes.add(token, token_index), 2 * stride, offset)
-        for n, fragment in enumerate(fragments.column_fragments(acc)[: columns // 8]):
+        for n, fragment in enumerate(fragments.row_tiles(acc)[m][: columns // 8]):
             pair = pack_16bit(fragment[2 * half], fragment[2 * half + 1], dtype)
             lanes.run(f"st.global.b32 [$0 + {16 * n}], $1;", first, pair, predicate=is_valid)
     return ()
@@ -258,11 +259,12 @@ def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Valu
     require_layout(values.layout, ROW_LAYOUT)
     lane, warp = lanes.lane_and_warp(reread=True)
     g, t = arith.shrui(lane, lanes.const(2)), arith.andi(lane, lanes.const(3))
-    for half, register in enumerate(values.registers.flatten()):
+    for index, register in enumerate(values.registers.flatten()):
         value = vector.extract(register, dynamic_position=[], static_position=[0])
-        # All four lanes with the same g hold the value: lane t = 0 stores row g, lane t = 1 row g + 8.
-        is_writer = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(half))
-        yield lanes.add(lanes.times(warp, 16), g, 8 * half), value, is_writer
+        # All four lanes with the same g hold the value: lane t = 0 stores row g, lane t = 1 row g + 8, and
+        # of 128 rows lane t = 2 row g + 64, lane t = 3 row g + 72.
+        is_writer = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(index))
+        yield lanes.add(lanes.times(warp, 16), g, index // 2 * 64 + index % 2 * 8), value, is_writer
 
 
 def _store_tiles(ref: Ref, tiles_s: Ref, index: Index) -> None:

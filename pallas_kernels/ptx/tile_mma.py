@@ -1,7 +1,7 @@
 """Products of tiles by mma.sync, which every GPU since Ampere has; for GPUs without wgmma.
 
-Each warp multiplies the 16 of 64 rows that it holds in the layout of a wgmma accumulator, and reads all
-columns of the right operand from shared memory. No warp waits for another.
+Each warp multiplies the 16 of each 64 rows that it holds in the layout of a wgmma accumulator, and reads all
+columns of the right operand from shared memory: once for all of its rows. No warp waits for another.
 """
 
 import functools
@@ -20,87 +20,108 @@ from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16, pack_16bit
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Ref, Tile
 
-ROWS = 64  # rows of an accumulator
+ROWS = 64  # rows of which each warp holds 16
 STEP = 16  # elements that one mma.sync sums over
 SWIZZLE = 128
 f32 = jnp.float32
 
 
-def _multiply_tiles(accs: Sequence[Tile], a_s: Ref, b_s: Ref, *, is_transposed: bool) -> tuple[Tile, ...]:
+def _multiply_tiles(acc: Tile, a_s: Ref, b_s: Ref, *, is_transposed: bool) -> Tile:
     a, b = a_s[...].astype(f32), b_s[...].astype(f32)
-    product = jnp.matmul(a, b.T if is_transposed else b, precision="highest")
-    return tuple(acc + product[ROWS * i : ROWS * (i + 1)] for i, acc in enumerate(accs))
+    return acc + jnp.matmul(a, b.T if is_transposed else b, precision="highest")
 
 
 @with_fallback(_multiply_tiles, reads_smem=True)
-def multiply_tiles(accs: Sequence[Tile], a_s: Ref, b_s: Ref, *, is_transposed: bool) -> tuple[Tile, ...]:
-    """Return accs + A B, or accs + A B^T.
+def multiply_tiles(acc: Tile, a_s: Ref, b_s: Ref, *, is_transposed: bool) -> Tile:
+    """Return acc + A B, or acc + A B^T.
 
     Args:
-        accs: f32 [64, n] of each 64 rows of A.
-        a_s: A in 16 bits in swizzled SMEM, [64 * len(accs), k] with k a multiple of 64.
+        acc: f32 [rows, n] with rows a multiple of 64.
+        a_s: A in 16 bits in swizzled SMEM, [rows, k] with k a multiple of 64.
         b_s: B in 16 bits in swizzled SMEM, [k, n] with n a multiple of 64, or with `is_transposed` [n, k]
             with n a multiple of 8. If n is no multiple of 16, 8 rows more are read, which must be inside the
             shared memory of the kernel; their content does not matter.
         is_transposed: Static: whether B is [n, k].
     """
-    shape, dtype = accs[0].shape, jnp.dtype(a_s.dtype)
     ref_type = plgpu.RefType(swizzle_transforms(2))
-    result = plgpu.ShapeDtypeStruct(shape, f32, TILE)
-    run = plgpu.inline_mgpu(
-        arg_types=([TILE] * len(accs), ref_type, ref_type), return_type=(result,) * len(accs)
-    )
-    body = functools.partial(
-        _multiply_by_lanes, sizes=(*shape, a_s.shape[1]), dtype=dtype, is_transposed=is_transposed
-    )
-    return tuple(run(body)(list(accs), a_s, b_s))
+    result = plgpu.ShapeDtypeStruct(acc.shape, f32, TILE)
+    run = plgpu.inline_mgpu(arg_types=(TILE, ref_type, ref_type), return_type=result)
+    sizes, dtype = (*acc.shape, a_s.shape[1]), jnp.dtype(a_s.dtype)
+    body = functools.partial(_multiply_by_lanes, sizes=sizes, dtype=dtype, is_transposed=is_transposed)
+    return run(body)(acc, a_s, b_s)
 
 
 def multiply_chunks(a_s: Ref, b_s: Ref, *, is_interpreted: bool) -> Tile:
-    """Return the sum of A B^T over the chunks, f32 [64, n]: the products of heads, for instance.
+    """Return the sum of A B^T over the chunks, f32 [rows, n]: the products of heads, for instance.
 
     Args:
-        a_s: A of each chunk in SMEM, [chunks, 64, k]; see multiply_tiles.
+        a_s: A of each chunk in SMEM, [chunks, rows, k]; see multiply_tiles.
         b_s: B of each chunk in SMEM, [chunks, n, k].
         is_interpreted: Static: whether the kernel runs in interpret mode.
     """
     product = plgpu.layout_cast(jnp.zeros((a_s.shape[1], b_s.shape[1]), f32), TILE)
     for chunk in range(a_s.shape[0]):
         operands = a_s.at[chunk], b_s.at[chunk]
-        (product,) = multiply_tiles([product], *operands, is_transposed=True, is_interpreted=is_interpreted)
+        product = multiply_tiles(product, *operands, is_transposed=True, is_interpreted=is_interpreted)
     return product
 
 
 def _multiply_by_lanes(
     _ctx: mgpu.LaunchContext,
-    accs: Sequence[mgpu.FragmentedArray],
+    acc: mgpu.FragmentedArray,
     a_s: ir.Value,
     b_s: ir.Value,
     *,
     sizes: tuple[int, int, int],
     dtype: np.dtype,
     is_transposed: bool,
-) -> tuple[mgpu.FragmentedArray, ...]:
-    _, n, k = sizes
-    left = LdmatrixTile(a_s, rows=ROWS * len(accs), row_bytes=2 * k, swizzle=SWIZZLE)
-    b_rows, b_columns = (n, k) if is_transposed else (k, n)
-    right = LdmatrixTile(b_s, rows=b_rows, row_bytes=2 * b_columns, swizzle=SWIZZLE, by_warp=False)
-    sums: list[list[Sequence[ir.Value]]] = [list(fragments.column_fragments(acc)) for acc in accs]
+) -> mgpu.FragmentedArray:
+    rows, n, k = sizes
+    left = LdmatrixTile(a_s, rows=rows, row_bytes=2 * k, swizzle=SWIZZLE, keeps_addresses=False)
+    right = _right_operand(b_s, *((n, k) if is_transposed else (k, n)), is_transposed=is_transposed)
+    sums: list[list[Sequence[ir.Value]]] = [list(columns) for columns in fragments.row_tiles(acc)]
     for step in range(k // STEP):
-        a_operands = [left.load(0, step, first_row=ROWS * i) for i in range(len(accs))]
+        a_operands = [left.load(0, step, first_row=first_row) for first_row in range(0, rows, ROWS)]
         for first in range(0, n, 16):
             # Four matrices of 8 x 8 are two B operands of 16 rows and 8 columns, low and high rows.
             if is_transposed:
-                low, next_low, high, next_high = right.load(0, step, first_row=first)
+                low, high, next_low, next_high = right.load(0, step, first_row=first)
             else:
                 low, high, next_low, next_high = right.load(
                     0, first // 16, first_row=STEP * step, transpose=True
                 )
-            for column, b_operand in enumerate(((low, high), (next_low, next_high)), first // 8):
-                if 8 * column < n:
-                    for acc, a_operand in zip(sums, a_operands, strict=True):
-                        acc[column] = mma_m16n8k16(acc[column], a_operand, b_operand, dtype)
-    return tuple(fragments.tile_from_fragments(columns) for columns in sums)
+            operands = ((low, high), (next_low, next_high))[: n // 8 - first // 8]
+            _add_products(sums, a_operands, operands, first // 8, dtype)
+    return fragments.tile_from_row_tiles(sums)
+
+
+def _right_operand(b_s: ir.Value, rows: int, columns: int, *, is_transposed: bool) -> LdmatrixTile:
+    """Return a right operand in shared memory, all of whose rows each warp loads."""
+    return LdmatrixTile(
+        b_s, rows=rows, row_bytes=2 * columns, swizzle=SWIZZLE,
+        by_warp=False, units_first=is_transposed, keeps_addresses=False,
+    )  # fmt: skip
+
+
+def _add_products(
+    sums: Sequence[list[Sequence[ir.Value]]],
+    a_operands: Sequence[Sequence[ir.Value]],
+    b_operands: Sequence[Sequence[ir.Value]],
+    first_column: int,
+    dtype: np.dtype,
+) -> None:
+    """Add to the fragments of each 64 rows the product of their A operand and each B operand.
+
+    Args:
+        sums: Fragments of each 8 columns, for each 64 rows.
+        a_operands: A operand of each 64 rows.
+        b_operands: B operand of each 8 columns, from `first_column` on.
+        first_column: Index among the fragments of a row tile.
+        dtype: Dtype of the operands.
+    """
+    for column, b in enumerate(b_operands, first_column):
+        for columns, a in zip(sums, a_operands, strict=True):
+            columns[column] = mma_m16n8k16(columns[column], a, b, dtype)
 
 
 def _multiply_registers(acc: Tile, a: Tile, b_s: Ref) -> Tile:
@@ -112,8 +133,8 @@ def multiply_registers(acc: Tile, a: Tile, b_s: Ref) -> Tile:
     """Return acc + A B with A in registers, in the layout of an accumulator: that of an operand when rounded.
 
     Args:
-        acc: f32 [64, n].
-        a: A, f32 [64, k], which is rounded to the dtype of B.
+        acc: f32 [rows, n] with rows a multiple of 64.
+        a: A, f32 [rows, k], which is rounded to the dtype of B.
         b_s: B in 16 bits in swizzled SMEM, [k, n] with k a multiple of 16 and n a multiple of 64.
     """
     result = plgpu.ShapeDtypeStruct(acc.shape, f32, TILE)
@@ -132,16 +153,16 @@ def _multiply_registers_by_lanes(
     dtype: np.dtype,
 ) -> mgpu.FragmentedArray:
     k, n = shape
-    right = LdmatrixTile(b_s, rows=k, row_bytes=2 * n, swizzle=SWIZZLE, by_warp=False)
-    sums: list[Sequence[ir.Value]] = list(fragments.column_fragments(acc))
+    right = _right_operand(b_s, k, n, is_transposed=False)
+    sums: list[list[Sequence[ir.Value]]] = [list(columns) for columns in fragments.row_tiles(acc)]
     # Two fragments of 8 columns are an operand of 16 columns: rows g and g + 8 of the first, then the second.
     halves = [
-        [pack_16bit(w, x, dtype), pack_16bit(y, z, dtype)] for w, x, y, z in fragments.column_fragments(a)
+        [[pack_16bit(w, x, dtype), pack_16bit(y, z, dtype)] for w, x, y, z in columns]
+        for columns in fragments.row_tiles(a)
     ]
     for step in range(k // STEP):
-        a_operand = halves[2 * step] + halves[2 * step + 1]
+        a_operands = [row_tile[2 * step] + row_tile[2 * step + 1] for row_tile in halves]
         for first in range(0, n, 16):
             low, high, next_low, next_high = right.load(0, first // 16, first_row=STEP * step, transpose=True)
-            for column, b_operand in enumerate(((low, high), (next_low, next_high)), first // 8):
-                sums[column] = mma_m16n8k16(sums[column], a_operand, b_operand, dtype)
-    return fragments.tile_from_fragments(sums)
+            _add_products(sums, a_operands, ((low, high), (next_low, next_high)), first // 8, dtype)
+    return fragments.tile_from_row_tiles(sums)

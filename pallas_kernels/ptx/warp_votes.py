@@ -41,7 +41,9 @@ def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
         pairs = _register_pairs(y)
         # The AND of all elements has its sign bit set only if all are negative.
         both = "".join(f"and.b64 s, s, ${n}; " for n in range(2, len(pairs) + 1))
-        lowest = " ".join(f"setp.eq.or.b32 p, ${len(pairs) + 1 + n}, 0xff800000, p;" for n in range(2))
+        lowest = " ".join(
+            f"setp.eq.or.b32 p, ${len(pairs) + 1 + n}, 0xff800000, p;" for n in range(row_max.registers.size)
+        )
         return _vote_any(
             f".reg .b64 s; .reg .b32 a, b; mov.b64 s, $1; {both}"
             f"mov.b64 {{a, b}}, s; and.b32 a, a, b; setp.ge.s32 p, a, 0; {lowest}",

@@ -13,7 +13,8 @@ from pallas_kernels.shared.types import Columns, Index, Ref, Rows, Scalar, Tile
 
 # Split outputs whose loads are in flight together: a tile of 64 x 64 takes 32 registers for each of them.
 # If a tile of fewer queries has more splits, QUERIES_AT_ONCE // queries of them are loaded at once.
-SPLITS_AT_ONCE, QUERIES_AT_ONCE = 4, 128
+# Of tiles of 128 queries fewer are loaded at once.
+SPLITS_AT_ONCE, QUERIES_AT_ONCE, MAX_LOADED_QUERIES = 4, 128, 256
 STRIP = 64  # columns of a head that a thread block of a combine kernel computes
 LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
 
@@ -113,7 +114,7 @@ def add_splits(
 
     many_at_once = QUERIES_AT_ONCE // shape[axis]
     if many_at_once <= SPLITS_AT_ONCE:
-        return add_all(SPLITS_AT_ONCE)
+        return add_all(min(SPLITS_AT_ONCE, MAX_LOADED_QUERIES // shape[axis]))
     return lax.cond(
         num > SPLITS_AT_ONCE,
         functools.partial(add_all, many_at_once),

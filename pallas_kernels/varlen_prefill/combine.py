@@ -1,7 +1,7 @@
 """The combine kernel: merges the split outputs of query tiles whose keys are split.
 
-A strip is 64 rows and 64 columns of the output of a query tile and head. Each thread block combines several
-strips.
+A strip is a warpgroup's rows and 64 columns of the output of a query tile and head. Each thread block
+combines several strips.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pallas_kernels.varlen_prefill.epilogue import (
 )
 from pallas_kernels.varlen_prefill.schedule import SplitTiles
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import CombineRefs, M, PrefillOutputs, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import CombineRefs, PrefillOutputs, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     PrefillWorkTile,
     QueryRows,
@@ -51,7 +51,7 @@ def combine_splits(
         sinks: Attention sinks, see PrefillInputs.
         spec: Static description of the prefill kernel.
     """
-    tile, split_outputs = (1, M, STRIP), outputs.split_outputs
+    tile, split_outputs = (1, spec.sizes.warpgroup_rows, STRIP), outputs.split_outputs
     assert split_outputs is not None
     kernel = plgpu.kernel(
         Combiner(spec).body,

@@ -14,7 +14,7 @@ from pallas_kernels.shared.softmax import SplitOutputs, finalize_softmax
 from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.schedule import ALIGN
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import M, PrefillOutputs
+from pallas_kernels.varlen_prefill.spec import PrefillOutputs
 from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, QueryRows, align_row, packed_heads
 
 
@@ -134,7 +134,8 @@ def store_split_output(
 
 def warpgroup_rows(rows: QueryRows) -> Slice:
     """Return the warpgroup's rows within the query tile."""
-    return pl.ds(pl.multiple_of(rows.rank * M, M), M)
+    num = rows.spec.sizes.warpgroup_rows
+    return pl.ds(pl.multiple_of(rows.rank * num, num), num)
 
 
 def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]) -> None:

@@ -41,6 +41,7 @@ Modules: loader (left and middle, and the warpgroups that dequantize), this one 
 masking and epilogue. tile_scheduler says which tiles belong to whom, schedule which there are.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,6 +68,7 @@ from pallas_kernels.varlen_prefill.softmax import (
 from pallas_kernels.varlen_prefill.spec import (
     COLUMN,
     DEQUANTIZE_REGISTERS,
+    M,
     PrefillBarriers,
     PrefillInputs,
     PrefillOutputs,
@@ -91,9 +93,12 @@ def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> Prefil
     split_outputs = split_output_types(spec) if spec.has_splits else None
     body: Callable[..., None] = prefill_body
     scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
+    compiler_params = plgpu.CompilerParams(approx_math=True)
     if spec.sizes.per_warp_mma:
         barrier = warp_barrier_types(spec.sizes.warpgroups, is_interpreted=spec.is_interpreted)
         body, scratch_types = warp_prefill_body, (warp_smem_types(spec), barrier)
+        # Reductions over keys stay within a warp.
+        compiler_params = dataclasses.replace(compiler_params, reduction_scratch_bytes=0)
     kernel = plgpu.kernel(
         functools.partial(body, spec=spec),
         out_type=(PrefillOutputs(out, lse, split_outputs),),
@@ -102,7 +107,7 @@ def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> Prefil
         grid_names=("cta",),
         num_threads=spec.num_warpgroups,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=compiler_params,
         kernel_name="varlen_prefill",
         interpret=spec.interpret,
     )
@@ -245,7 +250,7 @@ class PrefillMainloop:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             self.release_previous(iteration)
             self.pipeline.skip(step, jnp.int32(0), work_tile.num)
-            return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
+            return RowResults(self.zeros(), full_rows(M, -jnp.inf), full_rows(M, 0.0))
 
         q_s, out_s = queries.query.at[buffer], queries.out.at[buffer]
         attend = functools.partial(self.attend, rows, q_s, step, iteration)
@@ -286,7 +291,7 @@ class PrefillMainloop:
         loaded, lookups = self.masking.load(tile), self.bias.load(tile)
         s = self.scores(q_s, first_step, iteration)
         s, scaling = self.bias.apply(tile, s, lookups)
-        row_max = full_rows(policy.initial_row_max)
+        row_max = full_rows(M, policy.initial_row_max)
         s = self.masking.apply(tile, loaded, policy.prescale(s, scaling, row_max, is_first=True))
         shifted = policy.shift_scores(s, scaling, row_max, is_first=True)
         p, row_sum = probabilities(shifted.exponent)

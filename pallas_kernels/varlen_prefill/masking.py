@@ -33,7 +33,7 @@ class Masking:
 
     Attributes:
         mask: Mask of partial tiles, with references to its arrays, or None.
-        columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
+        columns: Function that returns the index of each key within its tile, f32 [rows, tile_kv].
         spec: Static description of the kernel.
     """
 

@@ -1,6 +1,7 @@
 """Static tile sizes of the prefill kernel, and how they are chosen."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, NUM_SMS, WARP_RESERVED_BYTES
+from pallas_kernels.support import ARCHITECTURES, NUM_SMS
 
 WARPGROUP_ROWS = 64  # M of one wgmma instruction
+WARPS = 4  # warps of a warpgroup
 PACK_GQA_CHOICES = (1, 2, 4, 8)  # each head keeps a multiple of 8 rows, the unit in which TMA fills tiles
 MAX_SPLITS = 16
 SHARED_MEMORY = 221 * 1024  # bytes per thread block, without column indices, barriers and reductions
@@ -25,7 +27,7 @@ class PrefillSizes:
         tile_kv: Number of keys per main-loop step: 64 or 128.
         stages: Number of pipeline stages of keys and values per team, at least 2; at least 1 with
             per_warp_mma.
-        warpgroups: Number of computing warpgroups, of 64 query rows each: 2 or 3; 1 or 2 with per_warp_mma.
+        warpgroups: Number of computing warpgroups: 2 or 3; 1 or 2 with per_warp_mma.
         teams: Number of teams that the warpgroups form: 1, or one per warpgroup. The warpgroups of a team
             share work tiles and pipeline stages.
         query_buffers: Number of query buffers in shared memory: 1 or 2. The output of a work tile replaces
@@ -39,11 +41,14 @@ class PrefillSizes:
         max_splits: Maximum number of KV splits per query tile (FlashAttention's num_splits), at most
             MAX_SPLITS. Splits keep all thread blocks busy when few query tiles attend to many keys. Must be 1
             with tile lists. The number chosen, and so a row's last bits, depends on all rows of a step.
-        per_warp_mma: Whether each warp multiplies its 16 query rows by mma.sync and loads by cp.async, which
+        per_warp_mma: Whether each warp multiplies its query rows by mma.sync and loads by cp.async, which
             every GPU since Ampere has; see warp_kernel.py. Otherwise the warpgroups multiply by wgmma, and
             another one loads by TMA. Requires teams=1 and query_buffers=1.
+        warp_rows: Number of query rows per warp: 16, or 32 with per_warp_mma. With 32 rows a warp uses each
+            key and value that it loads from shared memory twice.
         gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
         team_size: Number of warpgroups that share one query tile.
+        warpgroup_rows: Number of query rows per warpgroup.
         tile_q: Number of query rows per tile.
         tile_tokens: Number of tokens per tile: its rows divided by the number of packed heads.
         warpgroup_tokens: Number of tokens per warpgroup, whose rows hold the tokens of one packed head after
@@ -61,8 +66,10 @@ class PrefillSizes:
     pack_gqa: int = 1
     max_splits: int = 1
     per_warp_mma: bool = False
+    warp_rows: int = WARPGROUP_ROWS // WARPS
     gpu: str = "9.0"
     team_size: int = dataclasses.field(init=False, repr=False)
+    warpgroup_rows: int = dataclasses.field(init=False, repr=False)
     tile_q: int = dataclasses.field(init=False, repr=False)
     tile_tokens: int = dataclasses.field(init=False, repr=False)
     warpgroup_tokens: int = dataclasses.field(init=False, repr=False)
@@ -74,6 +81,7 @@ class PrefillSizes:
         require_one_of("warpgroups", self.warpgroups, (1, 2) if is_per_warp else (2, 3))
         require_one_of("teams", self.teams, (1,) if is_per_warp else (1, self.warpgroups))
         require_one_of("query_buffers", self.query_buffers, (1,) if is_per_warp else (1, 2))
+        require_one_of("warp_rows", self.warp_rows, (16, 32) if is_per_warp else (16,))
         require_one_of("pack_gqa", self.pack_gqa, PACK_GQA_CHOICES)
         require_positive(stages=self.stages, ctas=self.ctas, max_splits=self.max_splits)
         require(self.max_splits <= MAX_SPLITS, "max_splits", f"be at most {MAX_SPLITS}", self.max_splits)
@@ -84,12 +92,13 @@ class PrefillSizes:
         )
         is_invariant = self.max_splits == 1 or not self.batch_invariant
         require(is_invariant, "max_splits", "be 1 with batch_invariant", self.max_splits)
-        team_size = self.warpgroups // self.teams
+        team_size, warpgroup_rows = self.warpgroups // self.teams, WARPS * self.warp_rows
         vars(self).update(
             team_size=team_size,
-            tile_q=team_size * WARPGROUP_ROWS,
-            tile_tokens=team_size * WARPGROUP_ROWS // self.pack_gqa,
-            warpgroup_tokens=WARPGROUP_ROWS // self.pack_gqa,
+            warpgroup_rows=warpgroup_rows,
+            tile_q=team_size * warpgroup_rows,
+            tile_tokens=team_size * warpgroup_rows // self.pack_gqa,
+            warpgroup_tokens=warpgroup_rows // self.pack_gqa,
             workers=self.ctas * self.teams,
         )
 
@@ -100,7 +109,7 @@ class PrefillSizes:
             width: Padded head_dim.
             is_quantized: Whether the cache is 8-bit, which needs stages for the quantized tiles as well.
         """
-        query = 2 * self.warpgroups * WARPGROUP_ROWS * width * self.query_buffers
+        query = 2 * self.warpgroups * self.warpgroup_rows * width * self.query_buffers
         return query + self.teams * self.stages * 2 * (2 + is_quantized) * self.tile_kv * width
 
 
@@ -113,6 +122,17 @@ TABLE = {
     192: PrefillSizes(tile_kv=64, stages=3, query_buffers=1),
     256: PrefillSizes(tile_kv=64, stages=2, query_buffers=1),
 }
+# Sizes without wgmma in the order of preference: query rows per warp, warpgroups, and thread blocks per SM.
+# Tiles have 64 keys, and one stage: a thread block loads values while it multiplies keys, and the reverse.
+# With 32 rows per warp the tensor cores, and not the bandwidth of shared memory, limit products of heads of
+# 128. Two thread blocks wait at different times: one multiplies while the other computes exponentials. For 1
+# x 8k tokens and heads of 128 an H100 takes 1,362 us with the first sizes, 1,400 with two stages, 1,721 with
+# the second sizes, and 2,071 with the third ones and two stages; for heads of 192 1,280 us with the second
+# sizes and 1,457 with the third ones and two stages.
+WARP_TABLE = ((32, 1, 2), (16, 1, 2), (16, 2, 1), (16, 1, 1))
+MAX_WARP_ELEMENTS = 32 * 128  # elements of a warp's accumulators: 128 registers per thread
+COLUMN_BYTES = 1024  # shared memory of column indices, as Pallas aligns it
+CTA_BYTES = 1024  # shared memory that CUDA takes for itself, per thread block
 # Sizes for tile lists: block masks have blocks of 64 or 128 queries, which tiles of 192 would cut.
 LIST_TABLE = {
     64: PrefillSizes(tile_kv=128, stages=4),
@@ -220,10 +240,7 @@ def default_sizes(
     """
     padded_dim = head_chunks(head_dim).padded_dim
     if not ARCHITECTURES[gpu].has_wgmma:
-        sizes = _estimate_sizes(gpu, padded_dim, batch_invariant=batch_invariant)
-        # Tiles of 128 queries would cut the blocks of a mask that are smaller.
-        if blocks is not None and any(block % sizes.tile_q != 0 for block in blocks.queries):
-            return dataclasses.replace(sizes, warpgroups=1)
+        sizes = _estimate_sizes(gpu, padded_dim, () if blocks is None else blocks.queries, batch_invariant)
         may_split = bounds is not None and not has_lists and not batch_invariant
         if bounds is None or not may_split or not _is_small_batch(sizes, bounds):
             return sizes
@@ -252,30 +269,35 @@ def default_sizes(
     return min(choices, key=lambda choice: choice[1] * _num_passes(bounds, choice[0]))[0]
 
 
-def _estimate_sizes(gpu: str, padded_dim: int, *, batch_invariant: bool) -> PrefillSizes:
-    """Return sizes for an architecture without wgmma, where nothing was measured.
-
-    As in FlashAttention-2, there are 128 query rows per thread block and 64 keys per tile; and, if shared
-    memory does not hold both, 64 rows.
+def _estimate_sizes(
+    gpu: str, padded_dim: int, mask_blocks: Sequence[int], batch_invariant: bool
+) -> PrefillSizes:
+    """Return sizes for an architecture without wgmma: the first of WARP_TABLE that fit.
 
     Args:
         gpu: Compute capability.
         padded_dim: Padded head_dim.
+        mask_blocks: Queries per block of a mask. Tiles do not cut them, unless they are smaller than 64.
         batch_invariant: See PrefillSizes.
     """
     architecture = ARCHITECTURES[gpu]
-    for warpgroups, stages in ((2, 2), (2, 1), (1, 1)):
+    cuts_blocks = any(block % (2 * WARPGROUP_ROWS) != 0 for block in mask_blocks)
+    for warp_rows, warpgroups, ctas_per_sm in WARP_TABLE:
         sizes = PrefillSizes(
             tile_kv=64,
-            stages=stages,
+            stages=1,
             warpgroups=warpgroups,
             query_buffers=1,
-            ctas=architecture.num_sms,
+            ctas=ctas_per_sm * architecture.num_sms,
             batch_invariant=batch_invariant,
             per_warp_mma=True,
+            warp_rows=warp_rows,
             gpu=gpu,
         )
-        if sizes.shared_memory(padded_dim) + WARP_RESERVED_BYTES <= architecture.smem_bytes:
+        num_bytes = sizes.shared_memory(padded_dim) + COLUMN_BYTES + CTA_BYTES
+        fits = ctas_per_sm * num_bytes <= architecture.smem_bytes + CTA_BYTES
+        has_registers = warp_rows * padded_dim <= MAX_WARP_ELEMENTS
+        if fits and has_registers and not (cuts_blocks and sizes.tile_q > WARPGROUP_ROWS):
             return sizes
     raise AssertionError(f"no sizes for {padded_dim} elements per head on {gpu}")
 

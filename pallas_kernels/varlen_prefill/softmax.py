@@ -21,7 +21,7 @@ from pallas_kernels.ptx import warp_votes
 from pallas_kernels.score_mod import KernelScoreMod, Lookups
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.spec import ROW, AlibiOperands, M, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import ROW, AlibiOperands, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile
 
 # ------------------------------------------------------------------------------------- bias
@@ -95,7 +95,7 @@ class Bias:
         plgpu.commit_smem()
 
     def columns(self) -> Tile:
-        """Return the index of each key within its tile, f32 [64, tile_kv]."""
+        """Return the index of each key within its tile, f32 [rows, tile_kv]."""
         return lax.broadcast_in_dim(self.column_indices(), self.spec.s_shape, [1])
 
     def load(self, tile: KvTile) -> Lookups | None:
@@ -328,9 +328,9 @@ class LazyRescale(RunningRowMax):
         return lax.cond(needs_rescale, rescale, lambda sums: sums, tuple(sums))
 
 
-def full_rows(value: float) -> Rows:
-    """Return a vector with one element per row, all equal to `value`."""
-    return plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
+def full_rows(num: int, value: float) -> Rows:
+    """Return a vector with one element per row, `num` in total, all equal to `value`."""
+    return plgpu.layout_cast(jnp.full((num,), value, f32), ROW)
 
 
 def broadcast_rows(x: Rows, like: Tile) -> Tile:

@@ -183,8 +183,8 @@ class PrefillSpec:
         score_factor = score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0
         vars(self).update(
             is_interpreted=is_interpreted,
-            s_shape=(M, sizes.tile_kv),
-            acc_shape=(M, shape.head.width),
+            s_shape=(sizes.warpgroup_rows, sizes.tile_kv),
+            acc_shape=(sizes.warpgroup_rows, shape.head.width),
             num_warpgroups=num_warpgroups,
             run_length=run_length,
             runs_per_tile=runs_per_tile,
@@ -346,7 +346,7 @@ class WarpPrefillSmem(NamedTuple):
     """Shared memory of a thread block with PrefillSizes.per_warp_mma.
 
     Attributes:
-        query: Queries of each warpgroup [warpgroups, chunks, 64, width], swizzled.
+        query: Queries of each warpgroup [warpgroups, chunks, warpgroup_rows, width], swizzled.
         k: Stages of keys [stages, chunks, tile_kv, width], swizzled.
         v: Stages of values, like `k`.
         columns: Column indices 0, 1, 2 ... f32 [warpgroups, tile_kv].
@@ -433,7 +433,7 @@ def warp_smem_types(spec: PrefillSpec) -> WarpPrefillSmem:
     sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
     keys = swizzled_smem((sizes.stages, head.num_chunks, sizes.tile_kv, head.width), dtype)
     return WarpPrefillSmem(
-        query=swizzled_smem((sizes.warpgroups, head.num_chunks, M, head.width), dtype),
+        query=swizzled_smem((sizes.warpgroups, head.num_chunks, sizes.warpgroup_rows, head.width), dtype),
         k=keys,
         v=keys,
         columns=plgpu.SMEM((sizes.warpgroups, sizes.tile_kv), f32),

@@ -17,11 +17,11 @@ from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
-from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, M, PrefillScheduleRefs, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, PrefillScheduleRefs, PrefillSpec
 
 NO_KEY = 2**30  # position of the keys of runs that a tile lacks: after the end of every request
 # Columns of the table that loads and masks of KV tiles use.
-KV_TILE_COLUMNS = ("req", "position", "seq_len", "first_visible_key", "kv_start", "list")
+KV_TILE_COLUMNS = ("req", "kv_start", "list")
 
 
 class PrefillWorkTile:
@@ -220,7 +220,7 @@ class KvTileRange(NamedTuple):
 
 
 class QueryRows:
-    """The 64 rows of a work tile that one warpgroup computes: rows `rank * 64` onward.
+    """The rows of a work tile that one warpgroup computes: rows `rank * warpgroup_rows` onward.
 
     Attributes:
         work_tile: Work tile that the rows belong to.
@@ -240,7 +240,7 @@ class QueryRows:
         value = head_value(first.head)
         if not rest:
             return value
-        row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
+        row = plgpu.broadcasted_iota(jnp.int32, self.spec.s_shape[:1], 0, layout=ROW)
         values = jnp.where(row >= 0, value, jnp.zeros((), value.dtype))
         for head, first_row in rest:
             values = jnp.where(row >= first_row, head_value(head), values)
@@ -257,8 +257,8 @@ class QueryRows:
 
     def token_indices(self) -> Rows:
         """Return the index of the token in each row, among those of these rows."""
-        row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
-        return row if self.tokens == M else row & (self.tokens - 1)
+        row = plgpu.broadcasted_iota(jnp.int32, self.spec.s_shape[:1], 0, layout=ROW)
+        return row if self.tokens == self.spec.sizes.warpgroup_rows else row & (self.tokens - 1)
 
     def has_work(self) -> Scalar:
         """Return whether at least one of these rows is valid and the work tile has keys."""
@@ -367,7 +367,7 @@ class KvTile(NamedTuple):
         """Return the (query, key) pairs of a tile of consecutive keys, which mask functions take.
 
         Args:
-            columns: Function that returns the index of each key within the tile, f32 [64, tile_kv].
+            columns: Function that returns the index of each key within the tile, f32 [rows, tile_kv].
         """
         return self._pairs(self._first_query(), self.first_key(), columns, self.rows.spec.s_shape)
 

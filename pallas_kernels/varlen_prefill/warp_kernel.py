@@ -1,7 +1,7 @@
-"""The prefill kernel for GPUs without wgmma, after FlashAttention-2: each warp owns 16 query rows.
+"""The prefill kernel for GPUs without wgmma, after FlashAttention-2: each warp owns 16 or 32 query rows.
 
-One or two warpgroups compute the rows of a work tile, 64 each, and load by cp.async what they need; there are
-no other warps. For each KV tile i of a work tile (s = i % stages):
+One or two warpgroups compute the rows of a work tile, and load by cp.async what they need; there are no other
+warps. For each KV tile i of a work tile (s = i % stages):
 
     wait for the keys of tile i, and for all warps        so all warps have read the values of tile i - 1:
     start to load values of tile i + stages - 1           into their stage
@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.lane_sums import add_lanes, sum_lane_columns
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.types import Barriers, Columns, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.epilogue import (
@@ -33,15 +34,12 @@ from pallas_kernels.varlen_prefill.epilogue import (
 )
 from pallas_kernels.varlen_prefill.masking import Masking, clear_invisible_values
 from pallas_kernels.varlen_prefill.softmax import (
-    LANE_COLUMNS,
     Bias,
     choose_row_max_policy,
     full_rows,
-    probabilities,
 )
 from pallas_kernels.varlen_prefill.spec import (
     COLUMN,
-    M,
     PrefillInputs,
     PrefillOutputs,
     PrefillSpec,
@@ -75,7 +73,7 @@ class WarpTileState(NamedTuple):
 
     Attributes:
         accs: Accumulated P V, one per chunk of the head.
-        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
+        row_sum: Sum of the probabilities of each row that a lane holds, see `sum_lane_columns`.
         row_max: Number that is subtracted from the scores of each row.
         loads: State of the pipeline.
     """
@@ -87,7 +85,7 @@ class WarpTileState(NamedTuple):
 
 
 class WarpMainloop:
-    """Attention of one warpgroup: 64 query rows of each work tile of the thread block."""
+    """Attention of one warpgroup: its query rows of each work tile of the thread block."""
 
     def __init__(
         self,
@@ -101,6 +99,7 @@ class WarpMainloop:
         self.wg = lax.axis_index("warpgroup") if spec.sizes.warpgroups > 1 else jnp.int32(0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline = WarpPipeline(inputs, smem, barrier, spec, self.wg)
+        self.full_rows = functools.partial(full_rows, spec.s_shape[0])
         self.bias = Bias(None, self.column_indices, self.wg, spec, inputs.score_mod)
         self.masking, self.policy = Masking(inputs.mask, self.bias.columns, spec), choose_row_max_policy(spec)
 
@@ -128,7 +127,7 @@ class WarpMainloop:
         def skip() -> RowResults:
             # No valid rows or no keys: only take part in the loads.
             self.pipeline.skip(work_tile, jnp.int32(0), work_tile.num, loads)
-            return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
+            return RowResults(self.zeros(), self.full_rows(-jnp.inf), self.full_rows(0.0))
 
         results = lax.cond(rows.has_work(), functools.partial(self.attend, rows, loads), skip)
         # Store the output, or the unnormalized results of a KV split.
@@ -154,8 +153,8 @@ class WarpMainloop:
         begin, full_begin, full_end, end = rows.kv_tile_range()
         if self.spec.has_window:
             loads = self.pipeline.skip(work_tile, jnp.int32(0), begin, loads)
-        zeros = plgpu.layout_cast(jnp.zeros((M, LANE_COLUMNS), f32), W)
-        state = WarpTileState(self.zeros(), zeros, full_rows(self.policy.initial_row_max), loads)
+        row_max = self.full_rows(self.policy.initial_row_max)
+        state = WarpTileState(self.zeros(), self.full_rows(0.0), row_max, loads)
         # The first tile may contain both ends of the visible keys.
         attend_tile = functools.partial(self.attend_tile, rows)
         state = self.attend_tile(rows, MaskedEnds.BOTH, begin, state, is_first=True)
@@ -168,7 +167,8 @@ class WarpMainloop:
             state = lax.fori_loop(full_end, end, functools.partial(attend_tile, MaskedEnds.HIGH), state)
         # Then there are tiles for the other warpgroup's rows only.
         self.pipeline.skip(work_tile, end, work_tile.num, state.loads)
-        return RowResults(state.accs, state.row_max, state.row_sum.sum(axis=1))
+        row_sum = add_lanes(state.row_sum, is_interpreted=self.spec.is_interpreted)
+        return RowResults(state.accs, state.row_max, row_sum)
 
     def attend_tile(
         self,
@@ -201,8 +201,8 @@ class WarpMainloop:
         s = policy.prescale(s, scaling, state.row_max, is_first=is_first)
         s = self.masking.apply(tile, loaded, s)
         shifted = policy.shift_scores(s, scaling, state.row_max, is_first=is_first)
-        p, row_sum = probabilities(shifted.exponent)
-        accs = state.accs
+        p, accs = jnp.exp2(shifted.exponent), state.accs
+        row_sum = sum_lane_columns(p, is_interpreted=is_interpreted)
         if not is_first:
             sums = policy.rescale(shifted.alpha, shifted.needs_rescale, (*accs, state.row_sum))
             accs, row_sum = tuple(sums[:-1]), sums[-1] + row_sum

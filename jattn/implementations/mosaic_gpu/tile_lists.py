@@ -134,15 +134,15 @@ def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:
     )
 
 
-def kernel_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTiling:
+def kernel_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
     """Return the tiles in which a warpgroup of varlen_prefill, or of the dq kernel, evaluates a mask."""
     num_heads = spec.num_q_heads, spec.num_kv_heads
-    return KernelTiling(num_heads, prefill.WARPGROUP_ROWS, keys, *bounds)
+    return KernelTiling(num_heads, sizes.warpgroup_rows, keys, *bounds)
 
 
-def block_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTiling:
+def block_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
     """Return the tiles in which varlen_prefill evaluates a mask over lists of blocks of `keys` keys."""
-    tiling = kernel_tiling(spec, max(keys, WORD_BITS), bounds)
+    tiling = kernel_tiling(spec, sizes, max(keys, WORD_BITS), bounds)
     return tiling._replace(is_packed=bounds.is_packed or keys < WORD_BITS, needs_words=True)
 
 
@@ -187,7 +187,7 @@ def packed_block_size(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, boun
     if bounds.max_kv_tiles(keys) > MAX_TILES:
         return None
     pairs = split_factors(mask.for_kernels(), sizes, bounds, keys).pairs
-    return keys if pairs is None or _has_words(pairs, block_tiling(spec, keys, bounds)) else None
+    return keys if pairs is None or _has_words(pairs, block_tiling(spec, sizes, keys, bounds)) else None
 
 
 def _has_words(mask: Mask, tiling: KernelTiling) -> bool:
@@ -222,7 +222,7 @@ def why_not_lists(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: 
     if num > MAX_TILES:
         return f"tile lists of {num} tiles of {sizes.tile_kv} keys exceed the maximum of {MAX_TILES} tiles"
     pairs = split_factors(mask, sizes, bounds, sizes.tile_kv).pairs
-    return None if pairs is None else pairs.why_no_kernel(kernel_tiling(spec, sizes.tile_kv, bounds))
+    return None if pairs is None else pairs.why_no_kernel(kernel_tiling(spec, sizes, sizes.tile_kv, bounds))
 
 
 def plan_mask(
@@ -264,9 +264,9 @@ def plan_mask(
     lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
     pair_mask = None
     if parts.pairs is not None and list_block_size is not None:
-        pair_mask = word_mask(parts.pairs, block_tiling(spec, keys, bounds))
+        pair_mask = word_mask(parts.pairs, block_tiling(spec, sizes, keys, bounds))
     elif parts.pairs is not None:
-        pair_mask = kernel_mask(parts.pairs, kernel_tiling(spec, keys, bounds))
+        pair_mask = kernel_mask(parts.pairs, kernel_tiling(spec, sizes, keys, bounds))
     return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
 
 
@@ -283,7 +283,7 @@ def why_not_backward_lists(mask: Mask, spec: AttentionSpec, sizes: backward.Back
     reason, dq_sizes = mask.why_no_kernel(backward_tiling(spec, sizes, 0)), sizes.dq_sizes
     if reason is not None or dq_sizes is None:
         return reason
-    return mask.why_no_kernel(kernel_tiling(spec, dq_sizes.tile_kv, MaskBounds(0, is_packed=True)))
+    return mask.why_no_kernel(kernel_tiling(spec, dq_sizes, dq_sizes.tile_kv, MaskBounds(0, is_packed=True)))
 
 
 def backward_sizes(

@@ -12,7 +12,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, cp_async, look_up, split_signs, stores, tile_mma, warp_votes
+from pallas_kernels.ptx import (
+    bit_mask,
+    cp_async,
+    lane_sums,
+    look_up,
+    split_signs,
+    stores,
+    tile_mma,
+    warp_votes,
+)
 from pallas_kernels.ptx.fallback import DeviceFunction
 from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
@@ -160,38 +169,53 @@ def votes_of(y: np.ndarray, row_max: np.ndarray) -> Case:
     """Return the case of warps that vote for their own 16 rows; the fallback computes one vote per warp."""
 
     def body(y_g, top_g, due_g):
-        spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
+        spread = lambda x: plgpu.layout_cast(
+            lax.broadcast_in_dim(x.astype(jnp.int32), row_max.shape, []), ROW
+        )
         due = warp_votes.needs_rescale.on_gpu(load(y_g), load(top_g, ROW))
         store_unoptimized(due_g, spread(due))
 
     def fallback(y, row_max):
         return (warp_votes.needs_rescale.fallback(y, row_max),)
 
-    ran = kernel(body, ((64,), jnp.int32))
+    ran = kernel(body, (row_max.shape, jnp.int32))
     any_of = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
     return Case((jnp.asarray(y), jnp.asarray(row_max)), any_of, fallback, (warp_votes.needs_rescale,))
 
 
-def masked_scores() -> Case:
-    s = jnp.asarray(drawn(64, 64))
-    words = jnp.asarray(np.random.default_rng(1).integers(-(2**31), 2**31, (2, 64)), jnp.int32)
+def masked_scores(rows: int) -> Case:
+    s = jnp.asarray(drawn(rows, 64))
+    words = jnp.asarray(np.random.default_rng(1).integers(-(2**31), 2**31, (2, rows)), jnp.int32)
 
     def body(s_g, words_g, out_g, bits_g):
         both = tuple(load(words_g.at[w], ROW) for w in range(2))
         store_unoptimized(out_g, bit_mask.apply_bit_mask.on_gpu(load(s_g), both))
-        ones = plgpu.layout_cast(jnp.ones((64, 64), f32), TILE)
+        ones = plgpu.layout_cast(jnp.ones((rows, 64), f32), TILE)
         store_unoptimized(
-            bits_g, jnp.where(bit_mask.unpack_bit_mask.on_gpu(both, shape=(64, 64)), ones, ones * 0.0)
+            bits_g, jnp.where(bit_mask.unpack_bit_mask.on_gpu(both, shape=(rows, 64)), ones, ones * 0.0)
         )
 
     def fallback(s, words):
         both = tuple(words)
         return bit_mask.apply_bit_mask.fallback(s, both), bit_mask.unpack_bit_mask.fallback(
-            both, shape=(64, 64)
+            both, shape=(rows, 64)
         ).astype(f32)
 
-    run = kernel(body, ((64, 64), f32), ((64, 64), f32))
+    run = kernel(body, ((rows, 64), f32), ((rows, 64), f32))
     return Case((s, words), run, fallback, (bit_mask.apply_bit_mask, bit_mask.unpack_bit_mask))
+
+
+def row_sums(rows: int) -> Case:
+    def body(x_g, out_g):
+        sums = lane_sums.sum_lane_columns.on_gpu(load(x_g))
+        store_unoptimized(out_g, lane_sums.add_lanes.on_gpu(sums))
+
+    def fallback(x):
+        return (lane_sums.add_lanes.fallback(lane_sums.sum_lane_columns.fallback(x)),)
+
+    run = kernel(body, ((rows,), f32))
+    functions = lane_sums.sum_lane_columns, lane_sums.add_lanes
+    return Case((jnp.asarray(drawn(rows, 64)),), run, fallback, functions, 1e-6)
 
 
 def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
@@ -221,9 +245,9 @@ def heads_out(kv_heads: int) -> Case:
     return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), fallback, (stores.store_heads,))
 
 
-def tokens_out(token: int, begin: int, end: int, tokens_per_head: int) -> Case:
+def tokens_out(token: int, begin: int, end: int, tokens_per_head: int, rows: int = 64) -> Case:
     """Return the case of heads that share a tile; other rows must stay unchanged."""
-    shape = 1 + 64 // tokens_per_head, 128
+    shape = 1 + rows // tokens_per_head, 128
     bounds = 1, token, begin, end
 
     def body(x_g, before_g, at_g, out_g):
@@ -238,19 +262,21 @@ def tokens_out(token: int, begin: int, end: int, tokens_per_head: int) -> Case:
         stores.store_tokens.fallback(out, x, *bounds, tokens_per_head=tokens_per_head)
         return (out[...],)
 
-    arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(bounds, jnp.int32)
+    arrays = jnp.asarray(drawn(rows)), jnp.asarray(drawn(*shape)), jnp.asarray(bounds, jnp.int32)
     return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
-def token_rows_out(token: int, begin: int, end: int, tokens_per_head: int, columns: int, dtype: Any) -> Case:
+def token_rows_out(
+    token: int, begin: int, end: int, tokens_per_head: int, columns: int, dtype: Any, rows: int = 64
+) -> Case:
     """Return the case of output rows of heads that share a tile; other rows must stay unchanged."""
-    shape, bounds = (128, 1 + 64 // tokens_per_head, columns), (1, token, begin, end)
+    shape, bounds = (128, 1 + rows // tokens_per_head, columns), (1, token, begin, end)
     static = {"tokens_per_head": tokens_per_head, "columns": columns}
 
     def body(x_g, before_g, at_g, out_g):
         for start, head in itertools.product((0, 64), range(shape[1])):
-            rows = pl.ds(start, 64), head
-            store_unoptimized(out_g.at[rows], load(before_g.at[rows]))
+            place = pl.ds(start, 64), head
+            store_unoptimized(out_g.at[place], load(before_g.at[place]))
         stores.store_token_rows.on_gpu(out_g, load(x_g), *(at_g[i] for i in range(4)), **static)
 
     def fallback(x, before, bounds):
@@ -258,13 +284,13 @@ def token_rows_out(token: int, begin: int, end: int, tokens_per_head: int, colum
         stores.store_token_rows.fallback(out, x, *bounds, **static)
         return (out[...],)
 
-    arrays = jnp.asarray(drawn(64, 64)), jnp.asarray(drawn(*shape), dtype), jnp.asarray(bounds, jnp.int32)
+    arrays = jnp.asarray(drawn(rows, 64)), jnp.asarray(drawn(*shape), dtype), jnp.asarray(bounds, jnp.int32)
     return Case(arrays, kernel(body, (shape, dtype)), fallback, (stores.store_token_rows,))
 
 
-def register_products(n: int, k: int, dtype: Any) -> Case:
+def register_products(rows: int, n: int, k: int, dtype: Any) -> Case:
     """Return the case of a product whose left operand is in registers."""
-    a, acc = jnp.asarray(np.abs(drawn(64, k))), jnp.asarray(drawn(64, n, seed=1))
+    a, acc = jnp.asarray(np.abs(drawn(rows, k))), jnp.asarray(drawn(rows, n, seed=1))
     b = jnp.asarray(drawn(k, n, seed=2), dtype)
 
     def body(a_g, b_g, acc_g, out_g, b_s, loaded):
@@ -275,7 +301,7 @@ def register_products(n: int, k: int, dtype: Any) -> Case:
     def fallback(a, b, acc):
         return (tile_mma.multiply_registers.fallback(acc, a, jax.new_ref(b)),)
 
-    run = kernel(body, ((64, n), f32), scratch=(swizzled_smem((k, n), dtype), plgpu.Barrier()))
+    run = kernel(body, ((rows, n), f32), scratch=(swizzled_smem((k, n), dtype), plgpu.Barrier()))
     return Case((a, b, acc), run, fallback, (tile_mma.multiply_registers,), 1e-4)
 
 
@@ -398,24 +424,20 @@ def tiles_out(dtype: Any) -> Case:
     return Case((tiles, last_rows), run, fallback, (stores.store_tiles,))
 
 
-def products(num_accs: int, n: int, k: int, dtype: Any, *, is_transposed: bool) -> Case:
-    a, start = jnp.asarray(drawn(64 * num_accs, k), dtype), jnp.asarray(drawn(64 * num_accs, n, seed=2))
+def products(rows: int, n: int, k: int, dtype: Any, *, is_transposed: bool) -> Case:
+    a, start = jnp.asarray(drawn(rows, k), dtype), jnp.asarray(drawn(rows, n, seed=2))
     b = jnp.asarray(drawn(*((n, k) if is_transposed else (k, n)), seed=1), dtype)
     options = {"is_transposed": is_transposed}
-    parts = [slice(64 * i, 64 * (i + 1)) for i in range(num_accs)]
 
     def body(a_g, b_g, start_g, out_g, a_s, b_s, after_s, loaded):
         plgpu.copy_gmem_to_smem(a_g, a_s, loaded)
         plgpu.copy_gmem_to_smem(b_g, b_s, loaded)
         plgpu.barrier_wait(loaded)
-        accs = tile_mma.multiply_tiles.on_gpu([load(start_g.at[part]) for part in parts], a_s, b_s, **options)
-        for part, acc in zip(parts, accs, strict=True):
-            store_unoptimized(out_g.at[part], acc)
+        store_unoptimized(out_g, tile_mma.multiply_tiles.on_gpu(load(start_g), a_s, b_s, **options))
 
     def fallback(a, b, start):
         refs = jax.new_ref(a), jax.new_ref(b)
-        accs = tile_mma.multiply_tiles.fallback([start[part] for part in parts], *refs, **options)
-        return (jnp.concatenate(accs),)
+        return (tile_mma.multiply_tiles.fallback(start, *refs, **options),)
 
     rest = swizzled_smem((8, k), dtype)  # an odd number of 8 columns is read with 8 more
     scratch = (
@@ -527,6 +549,7 @@ def all_cases() -> dict[str, Case]:
     quiet, row_max = -np.abs(drawn(64, 128)) - 0.1, np.zeros(64, np.float32)
     due, lowest = quiet.copy(), row_max.copy()
     due[37, 101], lowest[60] = 0.0, -np.inf
+    quiet_128, row_max_128 = np.concatenate([quiet, quiet]), np.concatenate([row_max, row_max])
     fp8 = 8, 128, bf16, jnp.float8_e4m3fn
     return cases | {
         "scores-fp8-without-conversion": scores(*fp8, has_fp8_conversion=False),
@@ -535,7 +558,13 @@ def all_cases() -> dict[str, Case]:
         "votes-quiet": votes_of(quiet, row_max),
         "votes-due": votes_of(due, row_max),
         "votes-lowest": votes_of(quiet, lowest),
-        "masked": masked_scores(),
+        "votes-lowest-128": votes_of(quiet_128, np.concatenate([row_max, lowest])),
+        "votes-due-128": votes_of(np.concatenate([quiet, due]), row_max_128),
+        "votes-quiet-128": votes_of(quiet_128, row_max_128),
+        "masked": masked_scores(64),
+        "masked-128": masked_scores(128),
+        "row-sums": row_sums(64),
+        "row-sums-128": row_sums(128),
         "rows-4-of-8": rows_out(4, 128, (128, 8), bf16),
         "rows-24": rows_out(24, 40, (64, 24), f16),
         "heads-8": heads_out(8),
@@ -543,10 +572,14 @@ def all_cases() -> dict[str, Case]:
         "tokens-whole": tokens_out(0, 0, 64, 64),
         "tokens-16": tokens_out(-3, 5, 14, 16),
         "tokens-none": tokens_out(60, 7, 3, 32),
+        "tokens-128": tokens_out(-3, 5, 101, 128, rows=128),
+        "token-rows-128": token_rows_out(-3, 5, 101, 128, 64, bf16, rows=128),
+        "token-rows-32-of-128": token_rows_out(4, 0, 31, 32, 64, f16, rows=128),
         "token-rows-40": token_rows_out(0, 0, 64, 64, 40, f16),
         "token-rows-16": token_rows_out(-3, 5, 14, 16, 64, bf16),
-        "register-products": register_products(64, 128, bf16),
-        "register-products-f16": register_products(256, 64, f16),
+        "register-products": register_products(64, 64, 128, bf16),
+        "register-products-f16": register_products(64, 256, 64, f16),
+        "register-products-128": register_products(128, 64, 64, bf16),
         "team-copies-8": team_copies(8, 80, is_hnd=True),
         "team-copies-32": team_copies(32, 128, is_hnd=False),
         "lookups": lookups((0, 1), f32),
@@ -560,8 +593,8 @@ def all_cases() -> dict[str, Case]:
         "copies-32-120": copies(32, 120, f16, is_hnd=False),
         "copies-64-192": copies(64, 192, jnp.int8, is_hnd=False),
         "copies-256-256": copies(256, 256, bf16, is_hnd=True),
-        "products": products(2, 128, 64, bf16, is_transposed=False),
-        "products-transposed": products(1, 40, 128, f16, is_transposed=True),
+        "products": products(128, 128, 64, bf16, is_transposed=False),
+        "products-transposed": products(64, 40, 128, f16, is_transposed=True),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
     }

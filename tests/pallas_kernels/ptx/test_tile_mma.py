@@ -37,6 +37,7 @@ class Warp:
         lanes = types.SimpleNamespace(
             lane_and_warp=lambda: (LANES, self.index), const=int, times=lambda x, n: x * n,
             add=lambda *terms: sum(terms), address=lambda ref: ref.address, ptx_results=self.ldmatrix,
+            ptx=lambda code, x, **_: x ^ int(re.fullmatch(r"xor\.b32 \$0, \$1, (\d+);", code)[1]),
         )  # fmt: skip
         arith = types.SimpleNamespace(
             andi=lambda a, b: a & b, xori=lambda a, b: a ^ b, shrui=lambda a, b: a >> b
@@ -49,7 +50,7 @@ class Warp:
             patch.setattr(mma, name, replacement)
         patch.setattr(mma, "ir", types.SimpleNamespace(MemRefType=lambda ref: ref))
         unchanged = lambda x: x
-        fragments = types.SimpleNamespace(column_fragments=unchanged, tile_from_fragments=unchanged)
+        fragments = types.SimpleNamespace(row_tiles=unchanged, tile_from_row_tiles=unchanged)
         patch.setattr(tile_mma, "fragments", fragments)
         patch.setattr(tile_mma, "mma_m16n8k16", multiply)
         pack = lambda low, high, dtype: np.stack([low, high], axis=1).astype(dtype)
@@ -69,11 +70,11 @@ def multiply(acc, a, b, dtype):
 
 
 @pytest.mark.parametrize(
-    ("num_accs", "n", "k", "is_transposed"),
+    ("row_tiles", "n", "k", "is_transposed"),
     [(2, 64, 64, False), (1, 192, 128, False), (1, 8, 64, True), (2, 128, 64, True), (1, 40, 256, True)],
 )
-def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, num_accs, n, k, is_transposed):
-    rng, rows = np.random.default_rng(0), tile_mma.ROWS * num_accs
+def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, row_tiles, n, k, is_transposed):
+    rng, rows = np.random.default_rng(0), tile_mma.ROWS * row_tiles
     a, b = (rng.integers(-8, 9, shape).astype(np.float16) for shape in ((rows, k), (k, n)))
     stored = b.T.copy() if is_transposed else b
     parts = [in_swizzled_memory(x[None], 128) for x in (a, stored)]
@@ -81,10 +82,10 @@ def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, num_accs, n, 
     warp.patch(monkeypatch)
     a_s, b_s = Array(a), Array(stored)
     a_s.address, b_s.address = 0, parts[0].size
-    start = rng.integers(-8, 9, (num_accs, n // 8, 4, 32)).astype(np.float64)
+    start = rng.integers(-8, 9, (row_tiles, n // 8, 4, 32)).astype(np.float64)
     for warp.index in range(4):
-        options = {"sizes": (64, n, k), "dtype": jnp.float16, "is_transposed": is_transposed}
-        results = tile_mma._multiply_by_lanes(None, list(start), a_s, b_s, **options)
+        options = {"sizes": (rows, n, k), "dtype": jnp.float16, "is_transposed": is_transposed}
+        results = tile_mma._multiply_by_lanes(None, start, a_s, b_s, **options)
         product = a.astype(np.float64) @ b.astype(np.float64)
         for i, columns in enumerate(results):
             for column, fragment in enumerate(columns):
@@ -94,10 +95,10 @@ def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, num_accs, n, 
                     np.testing.assert_array_equal(register, start[i, column, half] + expected)
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (256, 64)])
-def test_a_left_operand_may_be_in_the_registers_of_an_accumulator(monkeypatch, n, k):
-    rng = np.random.default_rng(0)
-    a, acc = (rng.integers(-8, 9, (tile_mma.ROWS, size)).astype(np.float64) for size in (k, n))
+@pytest.mark.parametrize(("row_tiles", "n", "k"), [(1, 64, 128), (1, 256, 64), (2, 128, 64)])
+def test_a_left_operand_may_be_in_the_registers_of_an_accumulator(monkeypatch, row_tiles, n, k):
+    rng, rows = np.random.default_rng(0), tile_mma.ROWS * row_tiles
+    a, acc = (rng.integers(-8, 9, (rows, size)).astype(np.float64) for size in (k, n))
     b = rng.integers(-8, 9, (k, n)).astype(np.float16)
     warp = Warp(in_swizzled_memory(b[None], 128))
     warp.patch(monkeypatch)
@@ -112,7 +113,12 @@ def test_a_left_operand_may_be_in_the_registers_of_an_accumulator(monkeypatch, n
 
 
 def fragments_of(tile, warp):
-    """Return the registers of a warp's accumulator for each 8 columns of a tile, [columns, 4, lanes]."""
+    """Return a warp's registers for each 64 rows and 8 columns of a tile, [row tiles, columns, 4, lanes]."""
     rows = [16 * warp + G + 8 * (half // 2) for half in range(4)]
     columns = range(0, tile.shape[1], 8)
-    return np.array([[tile[rows[i], n + 2 * T + i % 2] for i in range(4)] for n in columns])
+    return np.array(
+        [
+            [[tile[first + rows[i], n + 2 * T + i % 2] for i in range(4)] for n in columns]
+            for first in range(0, tile.shape[0], 64)
+        ]
+    )

@@ -20,6 +20,7 @@ from jattn.implementations.mosaic_gpu import (
     sparse_sizes,
     tile_lists,
 )
+from pallas_kernels import target
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, encode_tiles
 from pallas_kernels.ptx import tile_order
 from pallas_kernels.shared.arithmetic import sort_ranks
@@ -245,6 +246,14 @@ def test_nan_in_a_requests_values_does_not_reach_the_next_request():
 def test_prefill_equals_float64_under_any_mask(mask):
     """Bits of keys, of blocks and documents combined, or of pairs, over key tiles that start anywhere."""
     solved(next(case for case in CASES if (case["mask"], case["kv"]) == (mask, "no_cache")), INTERPRET)
+
+
+@pytest.mark.parametrize("mask", ["vertical_slash", "local_strided"])
+def test_prefill_in_tiles_of_warps_of_32_rows_equals_float64(mask):
+    """Bits of keys, or a formula, by one warpgroup with 128 rows."""
+    case = {"mask": mask, "head_dim": 64, "region": "prompt_206", "kv": "NHD", "block_size": 16}
+    with target("8.0"):
+        solved(case, INTERPRET)
 
 
 @pytest.mark.slow
