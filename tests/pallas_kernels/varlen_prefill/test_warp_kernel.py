@@ -129,14 +129,15 @@ class TestAheadOfTime:
         """Stores and loads are counted.
 
         Accumulators of 16 rows and 256 columns, or of 32 rows and 128 columns, take half of a thread's
-        registers. The loop over unmasked tiles of 32 rows spills nothing without a soft cap and ALiBi.
+        registers. The loop over unmasked tiles of 32 rows spills nothing without a soft cap and ALiBi; of its
+        instructions at most 2 % are spills, with a sqrt-ALiBi of packed heads.
         """
         names = [name for name in aot_cases() if not any(f"-{stored}-" in name for stored in STORED)]
 
         def max_spilled_bytes(name):
             head_dim = int(name[1 : name.index("-")])
-            accumulated = default_sizes(head_dim, gpu=gpu).warp_rows * head_chunks(head_dim).padded_dim
-            return 560 if accumulated == 16 * 256 else 64
+            columns, rows = head_chunks(head_dim).padded_dim, default_sizes(head_dim, gpu=gpu).warp_rows
+            return {(256, 16): 400, (128, 32): 1000}.get((columns, rows), 64)
 
         self.check(names, gpu, max_spilled_bytes)
 
