@@ -456,18 +456,18 @@ def _require_outputs_and_caches(result: Any, caches: Any) -> None:
     if not isinstance(result, tuple) or len(result) != 2:
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise ValueError(f"step must return a tuple (outputs, caches), got {got}.")
-    returned, received = result[1], caches
-    descriptions: list[list[Any]] = [[jax.tree.structure(tree) for tree in (returned, received)]]
-    descriptions += [
-        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(jax.typeof, leaves)]
-        for leaves in zip(jax.tree.leaves(returned), jax.tree.leaves(received), strict=False)
-    ]
-    for got, expected in descriptions:
-        if got != expected:
-            raise ValueError(
-                "step must return (outputs, caches) with caches like those that it received, "
-                f"{expected}, got {got}."
-            )
+    returned, received = (
+        [f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(jax.typeof, jax.tree.leaves(tree))]
+        for tree in (result[1], caches)
+    )
+    if returned != received:
+        differences = (pair for pair in zip(received, returned, strict=False) if pair[0] != pair[1])
+        counts = f"{len(received)} arrays", f"{len(returned)}"
+        expected, got = counts if len(returned) != len(received) else next(differences)
+        raise ValueError(
+            "step must return (outputs, caches) with caches like those that it received, "
+            f"{expected}, got {got}."
+        )
 
 
 def _require_same_caches(caches: Any, compiled: Any) -> None:
