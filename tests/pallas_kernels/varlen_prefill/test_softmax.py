@@ -81,7 +81,7 @@ class TestSums:
         headroom = () if policy is not softmax.LazyRescale else (8.0,)
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
         scaling = softmax.Scaling(LOG2E, term)
-        row_max, row_sum = softmax.full_rows(policy.initial_row_max), jnp.zeros((64, 64), jnp.float32)
+        row_max, row_sum = softmax.full_rows(64, policy.initial_row_max), jnp.zeros((64, 64), jnp.float32)
         for i, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             s = policy.prescale(jnp.asarray(s), scaling, row_max, is_first=i == 0)
             s = jnp.where(seen, s, -jnp.inf)
@@ -110,12 +110,12 @@ class TestSums:
 
         @jax.jit
         def first_tile(s):
-            exponent, row_max = shift(s, softmax.full_rows(policy.initial_row_max), is_first=True)
+            exponent, row_max = shift(s, softmax.full_rows(64, policy.initial_row_max), is_first=True)
             return jnp.exp2(exponent), row_max
 
         @jax.jit
         def second_tile(s):
-            row_max = softmax.full_rows(policy.initial_row_max)
+            row_max = softmax.full_rows(64, policy.initial_row_max)
             _, row_max = shift(s + 1, row_max, is_first=True, is_hidden=True)
             exponent, row_max = shift(s, row_max, is_first=False)
             return jnp.exp2(exponent), row_max
