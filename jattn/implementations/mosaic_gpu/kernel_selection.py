@@ -189,11 +189,7 @@ def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.Call
 
 def sparse_sizes(spec: AttentionSpec, mask: Mask, gpu: str = "9.0") -> prefill_kernel.PrefillSizes:
     """Return the prefill kernel's sizes under a mask: tiles no larger than the mask's blocks if possible."""
-    # The bits of a row depend on the tokens of its tile, of which fewer heads leave more.
-    shared_heads = 1 if spec.batch_invariant else tile_lists.heads_with_equal_masks(mask, spec)
-    blocks = tile_lists.mask_blocks(mask)._replace(
-        has_isolated_slashes=gathers_columns(mask, spec), shared_heads=shared_heads
-    )
+    blocks = tile_lists.mask_blocks(mask, spec)._replace(has_isolated_slashes=gathers_columns(mask, spec))
     return prefill_kernel.default_sizes(
         spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant, blocks=blocks, gpu=gpu
     )

@@ -116,12 +116,14 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
     return MaskFactors(pair_part, block_part, block_q)
 
 
-def mask_blocks(mask: Mask) -> MaskBlocks:
+def mask_blocks(mask: Mask, spec: AttentionSpec) -> MaskBlocks:
     """Return the blocks of queries and of keys of a mask, which tiles should not cut."""
     shapes = [(leaf, *leaf.block_shape) for leaf in leaves(mask) if leaf.block_shape is not None]
     # A formula is evaluated pair by pair anyway, so tiles of queries may cut its blocks.
     queries = tuple(size for leaf, size, _ in shapes if size is not None and not leaf.is_static)
-    return MaskBlocks(queries=queries, keys=tuple(size for _, _, size in shapes))
+    # The bits of a row depend on the tokens of its tile, of which fewer heads leave more.
+    shared_heads = 1 if spec.batch_invariant else heads_with_equal_masks(mask, spec)
+    return MaskBlocks(queries, tuple(size for _, _, size in shapes), shared_heads=shared_heads)
 
 
 def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:
@@ -163,7 +165,7 @@ def packed_sizes(
         spec.batch_invariant
     ):  # the bits of a row would depend on the blocks that other rows of its tile select
         return None
-    blocks = mask_blocks(mask)._replace(shared_heads=heads_with_equal_masks(mask, spec))
+    blocks = mask_blocks(mask, spec)
     # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
     # spill 160 to 280 bytes, so tiles of 64 keys hold four.
     score = score_of(spec)
