@@ -16,7 +16,7 @@ from jattn.batch.bucket import Bucket, count_decodes
 from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.runtime.executable_files import ExecutableFiles
-from jattn.runtime.executables import ExecutableCache, Lower, LowerOrLoad, progress_bar
+from jattn.runtime.executables import ExecutableCache, LowerOrLoad, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
 from jattn.runtime.lowering import LoweringProcesses, StepCall, request_of
 from jattn.runtime.parameters import ParameterLeaves
@@ -29,7 +29,7 @@ MAX_OVERSIZE = 4
 # ms.
 BLOCKS_PER_TOKEN_COST = 8  # context blocks of a decode in the prefill region that cost as much as one token
 
-# Buckets that compile first beside the largest have these shares of its prefill tokens (one over).
+# The buckets that compile first, beside the largest, have this many times fewer prefill tokens.
 PROMPT_SHARES = (8, 16)
 
 type GraphStep = Callable[..., tuple[Any, Any]]
@@ -202,7 +202,7 @@ class DecodeGraphs:
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         self._files = files
         step_inputs = functools.partial(self._abstract_inputs, block_size, inputs)
-        lower = self._lower_with(params, caches, step_inputs)
+        structure, arguments = self._abstract_arguments(params, caches)
         first = (
             missing
             if wait
@@ -214,12 +214,17 @@ class DecodeGraphs:
         if processes is not None:
             self._executables.compile_groups_in_background(
                 [first, remaining],
-                self._load_or_lower_with(params, caches, step_inputs, processes),
+                self._load_or_lower_with(structure, arguments, step_inputs, processes),
                 progress=progress,
-                on_compiled=None if files is None else self._write_later,
+                on_compiled=self._write_later,
+                kept=self._unwritten,
             )
             self._executables.wait_for(first)
             return
+
+        def lower(bucket: Bucket) -> jax.stages.Lowered:
+            return self._lower(structure, *arguments, *step_inputs(bucket))
+
         with progress_bar(len(first), progress) as on_ready:
             self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
         if remaining:
@@ -244,27 +249,29 @@ class DecodeGraphs:
             metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
         return metadata, *inputs(bucket)
 
-    def _lower_with(
-        self, params: Any, caches: Any, step_inputs: Callable[[Bucket], tuple[Any, ...]]
-    ) -> Lower:
-        """Return a function that lowers a bucket for arguments of these shapes.
+    def _abstract_arguments(self, params: Any, caches: Any) -> tuple[Any, tuple[Any, Any]]:
+        """Return the structure of the parameters, and their leaves and the caches as ShapeDtypeStructs.
 
-        It does not keep the arguments, so it also works after `params` and `caches` were donated.
+        What lowers for these also works after `params` and `caches` were donated.
         """
         leaves = self.leaves_of(params)
-        structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
-        return lambda bucket: self._lower(structure, *arguments, *step_inputs(bucket))
+        return leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
 
     def _load_or_lower_with(
         self,
-        params: Any,
-        caches: Any,
+        structure: Any,
+        arguments: tuple[Any, Any],
         step_inputs: Callable[[Bucket], tuple[Any, ...]],
         processes: LoweringProcesses,
     ) -> LowerOrLoad:
-        """As `_lower_with`, but steps come from files or from processes where these have them."""
-        leaves = self.leaves_of(params)
-        structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+        """Return a function that finds a bucket's step in its file or has it lowered, here if it must be.
+
+        Args:
+            structure: Structure of the parameters.
+            arguments: Leaves of the parameters and caches, as ShapeDtypeStructs.
+            step_inputs: Function that returns a bucket's metadata and other inputs.
+            processes: Processes that lower steps.
+        """
 
         def lower(bucket: Bucket) -> jax.stages.Lowered | jax.stages.Compiled:
             leaf_shapes, cache_shapes = arguments

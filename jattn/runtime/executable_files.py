@@ -1,9 +1,9 @@
 """Executables of steps in files, so that later processes neither lower nor compile them.
 
 JAX's compilation cache writes an executable right after its compilation and holds the interpreter lock
-meanwhile: half a second for a step of an 8B model, in which the thread that runs steps waits. With its key
-depending on the lowered module, a later process also has to lower each step. These files are found by what a
-step is lowered from, and written while no step runs.
+meanwhile: half a second for a step of an 8B model, in which the thread that runs steps waits. It finds an
+executable by its lowered module, so a later process must still lower each step. These files are found by the
+request to lower a step, and are written while no step runs.
 """
 
 import collections

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,8 @@ GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all cac
 # Held by a background thread for work that keeps the interpreter lock. A thread that runs steps then waits
 # for one such thread, not for a dozen.
 LONG_PYTHON = threading.Lock()
-# Seconds until a thread asks for the interpreter lock, while others compile. In the first minute, an 8B model
-# generated 83 % of the tokens that it generates at full speed, and 79 % with Python's default of 5 ms (H100).
+# Seconds until a thread asks for the interpreter lock, while others compile. A thread that runs steps waits
+# as long for each thread before it, and Python's default is 5 ms.
 SWITCH_INTERVAL = 0.0005
 
 
@@ -108,9 +108,10 @@ class ExecutableCache:
         *,
         workers: int,
         on_ready: Callable[[], Any],
-        on_compiled: OnCompiled | None = None,
+        on_compiled: OnCompiled,
+        kept: Collection[Bucket],
     ) -> None:
-        """Lower or load all buckets in threads. Then, group by group, compile their kernels and the others.
+        """Lower or load all buckets in threads. Then compile, group by group, kernels and executables.
 
         Args:
             groups: Groups of claimed buckets, the most urgent first.
@@ -118,8 +119,9 @@ class ExecutableCache:
             lower: Function that lowers a bucket or loads its executable. Several threads call it at a time.
             workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
-            on_compiled: Function that keeps a compiled bucket's executable, in place of JAX's cache. None:
-                JAX writes it to its cache, if that is enabled.
+            on_compiled: Function to call with a compiled bucket and its executable.
+            kept: Buckets whose executables `on_compiled` keeps; it has them once they are lowered. If they
+                are all of a group, JAX writes none of the group to its cache.
         """
 
         def lower_or_load(claim: Claim) -> jax.stages.Lowered | None:
@@ -133,8 +135,7 @@ class ExecutableCache:
         def compile(claim: Claim, lowered: jax.stages.Lowered) -> None:
             self._compile(*claim, lowered)
             on_ready()
-            if on_compiled is not None:
-                on_compiled(claim[0], self.ready[claim[0]])
+            on_compiled(claim[0], self.ready[claim[0]])
 
         all_claims = [claim for group in groups for claim in group]
         with (
@@ -149,7 +150,8 @@ class ExecutableCache:
                 del steps
                 with GENERATES_CODE:
                     compile_kernels([lowered for _, lowered in to_compile])
-                    with contextlib.nullcontext() if on_compiled is None else _no_cache_writes():
+                    is_kept = all(claim[0] in kept for claim, _ in to_compile)
+                    with _no_cache_writes() if is_kept else contextlib.nullcontext():
                         for job in [pool.submit(compile, *pair) for pair in to_compile]:
                             _result(job)
         for executable in others:
@@ -170,7 +172,8 @@ class ExecutableCache:
         lower: LowerOrLoad,
         *,
         progress: bool,
-        on_compiled: OnCompiled | None = None,
+        on_compiled: OnCompiled = lambda bucket, executable: None,
+        kept: Collection[Bucket] = (),
     ) -> None:
         """Run `_compile_groups` in a background thread, on all cores but two.
 
@@ -188,7 +191,7 @@ class ExecutableCache:
                     others.append(future)
         self._start(
             lambda on_ready: self._compile_groups(
-                claims, others, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled
+                claims, others, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled, kept=kept
             ),
             sum(map(len, groups)),
             progress,

@@ -87,7 +87,7 @@ class LoweredModule:
 
 @dataclasses.dataclass(frozen=True)
 class LoweringRequest:
-    """What a step is lowered from.
+    """A request to lower a step for the device that will run it.
 
     Attributes:
         data: Pickled StepCall, platform, compute capability and JAX options.

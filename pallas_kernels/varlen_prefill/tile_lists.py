@@ -69,9 +69,8 @@ def make_tile_lists(
     Args:
         schedule: Schedule of the query tiles.
         codes: Coverage of each KV tile by each query tile and head, or group of packed heads, see
-            `encode_tiles`. Codes are empty for
-            invalid query tiles and for KV tiles outside of the request, and not full for tiles that contain
-            rows outside of the request.
+            `encode_tiles`. Codes are empty for invalid query tiles and for KV tiles outside of the request,
+            and not full for tiles that contain rows outside of the request.
         sets: Number of sets of heads that are processed one after the other. Static.
         list_block_size: Number of keys per code if `codes` describe blocks of which several fill a tile of
             the schedule's sizes; None if they describe tiles. Static.

@@ -115,7 +115,8 @@ def test_jax_writes_steps_to_its_cache_only_without_files(has_files, jax_cache):
         [[BUCKET]],
         lambda bucket: jax.jit(lambda x: (3 + has_files) * x).lower(1.0),
         progress=False,
-        on_compiled=(lambda bucket, executable: compiled.append(bucket)) if has_files else None,
+        on_compiled=lambda bucket, executable: compiled.extend([bucket] * has_files),
+        kept=[BUCKET] * has_files,
     )
     executables.wait()
     assert compiled == [BUCKET] * has_files
