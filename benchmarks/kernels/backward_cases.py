@@ -15,7 +15,6 @@ from benchmarks.kernels.score_mods import BASELINES, SOFT_CAP
 from jattn import masks
 from pallas_kernels.shared import Score
 
-BLOCK = 128  # queries and keys per block of a random block mask
 STRIDES = {"block_size": 64, "local_blocks": 16, "vert_stride": 8}
 WINDOW = 1023  # keys before the query's position that it sees
 COLUMNS, SLASHES = 1000, 60  # per head, drawn independently, so almost every tile has some
@@ -56,11 +55,18 @@ CASES = {
 }
 
 
-def random_blocks(density: float, q_heads: int, tokens: int) -> masks.BlockMask:
-    """Return a mask with random blocks per head. The blocks on the diagonal are always visible."""
-    count = -(-tokens // BLOCK)
+def random_blocks(size: int, density: float, q_heads: int, tokens: int) -> masks.BlockMask:
+    """Return a mask with random blocks per head. The blocks on the diagonal are always visible.
+
+    Args:
+        size: Number of queries, and of keys, per block.
+        density: Share of the other blocks that are visible.
+        q_heads: Number of query heads.
+        tokens: Number of tokens of the longest request.
+    """
+    count = -(-tokens // size)
     blocks = jax.random.uniform(jax.random.key(4), (q_heads, count, count)) < density
-    return masks.BlockMask(blocks=blocks | jnp.eye(count, dtype=bool)[None], block_q=BLOCK, block_kv=BLOCK)
+    return masks.BlockMask(blocks=blocks | jnp.eye(count, dtype=bool)[None], block_q=size, block_kv=size)
 
 
 def local_strided(q_heads: int, tokens: int) -> masks.LocalStrided:
@@ -99,7 +105,12 @@ MODIFIERS: dict[str, dict[str, Any]] = {
 # Modifier -> function of the number of query heads and the tokens of the longest request that returns the
 # mask of every request.
 MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
-    **{f"blocks_{density}": functools.partial(random_blocks, density) for density in (0.5, 0.25, 0.1)},
+    **{f"blocks_{density}": functools.partial(random_blocks, 128, density) for density in (0.5, 0.25, 0.1)},
+    **{
+        f"blocks_{size}_{density}": functools.partial(random_blocks, size, density)
+        for size in (64, 32)
+        for density in (0.25, 0.1)
+    },
     "local_strided": local_strided,
     "documents_window": documents_window,
     "vertical_slash": vertical_slash,

@@ -23,7 +23,6 @@ TIMES = {"us": 3.0, "spread_us": [3.0, 3.0], "kernels_us": {"varlen_backward": 3
 @pytest.fixture
 def small(monkeypatch):
     """Use masks that are not trivial over a few keys."""
-    monkeypatch.setattr(backward_cases, "BLOCK", 32)
     monkeypatch.setattr(backward_cases, "WINDOW", 40)
     monkeypatch.setattr(backward_cases, "COLUMNS", 12)
     monkeypatch.setattr(backward_cases, "SLASHES", 9)
