@@ -18,7 +18,7 @@ from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.runtime.executable_files import ExecutableFiles
 from jattn.runtime.executables import ExecutableCache, LowerOrLoad, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
-from jattn.runtime.lowering import LoweringProcesses, StepCall, request_of
+from jattn.runtime.lowering import AbstractStep, LoweringProcesses, PickledStep
 from jattn.runtime.parameters import ParameterLeaves
 from pallas_kernels.checks import require
 
@@ -272,34 +272,42 @@ class DecodeGraphs:
             step_inputs: Function that returns a bucket's metadata and other inputs.
             processes: Processes that lower steps.
         """
+        params, caches = jax.tree.unflatten(structure, arguments[0]), arguments[1]
+        step = PickledStep.of(AbstractStep(self._graph_step, params, caches, self._from_host))
 
         def lower(bucket: Bucket) -> jax.stages.Lowered | jax.stages.Compiled:
-            leaf_shapes, cache_shapes = arguments
-            param_shapes, brought = jax.tree.unflatten(structure, leaf_shapes), step_inputs(bucket)
-            call = StepCall(self._graph_step, param_shapes, cache_shapes, brought, self._from_host)
-            found = self._load_or_lower_elsewhere(call, arguments, processes)
-            return self._lower(structure, *arguments, *brought) if found is None else found
+            inputs = step_inputs(bucket)
+            found = None
+            if step is not None:
+                found = self._load_or_lower_elsewhere(step, bucket, arguments, inputs, processes)
+            return self._lower(structure, *arguments, *inputs) if found is None else found
 
         return lower
 
     def _load_or_lower_elsewhere(
-        self, call: StepCall, arguments: tuple[Any, Any], processes: LoweringProcesses
+        self,
+        step: PickledStep,
+        bucket: Bucket,
+        arguments: tuple[Any, Any],
+        inputs: tuple[Any, ...],
+        processes: LoweringProcesses,
     ) -> jax.stages.Lowered | jax.stages.Compiled | None:
-        """Return the step of a call from its file or from a process; None if this process must lower it.
+        """Return a bucket's step from its file or from a process; None if this process must lower it.
 
         Args:
-            call: Step with the shapes of its arguments.
+            step: Step to lower.
+            bucket: Bucket of the step.
             arguments: Leaves of the parameters and caches, as ShapeDtypeStructs.
+            inputs: The bucket's metadata and other inputs.
             processes: Processes that lower steps.
         """
-        if (request := request_of(call)) is None:
+        if (request := step.request(inputs)) is None:
             return None
-        bucket = call.inputs[0].bucket
-        self._cache_shapes[bucket] = call.caches
-        step_arguments = (*arguments, *self._layout_of(call.inputs).pack(call.inputs))
+        self._cache_shapes[bucket] = arguments[1]
+        step_arguments = (*arguments, *self._layout_of(inputs).pack(inputs))
         if (files := self._files) is not None:
             file = files.file_of(request, self._executables.options(bucket))
-            if (executable := files.load(file, request.device, step_arguments)) is not None:
+            if (executable := files.load(file, step.device, step_arguments)) is not None:
                 return executable
         if (module := processes.lower(request)) is None:
             return None

@@ -63,10 +63,12 @@ class ExecutableFiles:
             request: What the step is lowered from.
             options: XLA's compiler options.
         """
-        device = request.device
+        device = request.step.device
         target = (device.platform, device.device_kind, device.id, device.client.platform_version)
         settings = (os.environ.get("XLA_FLAGS"), sorted(options.items()))
-        digest = hashlib.sha256(repr((_versions(), target, settings)).encode() + request.data)
+        digest = hashlib.sha256(repr((_versions(), target, settings)).encode())
+        digest.update(request.step.data)
+        digest.update(request.inputs)
         return self._folder / digest.hexdigest()
 
     def load(

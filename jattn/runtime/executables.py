@@ -140,7 +140,7 @@ class ExecutableCache:
         all_claims = [claim for group in groups for claim in group]
         with (
             self._abandon_on_error(all_claims),
-            _cancelling_pool(len(all_claims)) as lowering_pool,  # Its threads mostly wait for processes.
+            _cancelling_pool(workers) as lowering_pool,  # It takes the most urgent first.
             _cancelling_pool(workers) as pool,
         ):
             lowering = {claim[0]: lowering_pool.submit(lower_or_load, claim) for claim in all_claims}

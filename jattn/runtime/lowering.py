@@ -7,6 +7,7 @@ and compiles.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import pickle
@@ -16,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,28 +35,25 @@ OPTIONS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
-NUM_URGENT = 3  # processes for the first calls, without which nothing can run
+NUM_URGENT = 4  # processes for the first calls, without which nothing can run
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCall:
-    """A step with the shapes of its arguments.
+class AbstractStep:
+    """A step with the shapes of the arguments that all buckets share.
 
     Attributes:
         step: Function `(params, caches, *inputs) -> (outputs, caches)`.
         params: Parameters, as ShapeDtypeStructs.
         caches: Caches, as ShapeDtypeStructs.
-        inputs: Metadata and the other inputs, as ShapeDtypeStructs; with `from_host`, numpy arrays are packed
-            into one (`TransferLayout`).
-        from_host: Whether numpy arrays among the inputs are packed.
+        from_host: Whether numpy arrays among the inputs are packed into one (`TransferLayout`).
     """
 
     step: Callable[..., tuple[Any, Any]]
     params: Any
     caches: Any
-    inputs: tuple[Any, ...]
     from_host: bool
 
 
@@ -86,39 +84,80 @@ class LoweredModule:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoweringRequest:
-    """A request to lower a step for the device that will run it.
+class PickledStep:
+    """A step that other processes can lower for the device that will run it.
 
     Attributes:
-        data: Pickled StepCall, platform, compute capability and JAX options.
+        data: Pickled AbstractStep, platform, compute capability and JAX options.
         device: Device of the step's arguments.
     """
 
     data: bytes
     device: jax.Device
 
+    @classmethod
+    def of(cls, step: AbstractStep) -> "PickledStep | None":
+        """Pickle a step, which takes a tenth of a second for a model of 8B parameters.
 
-def export(call: StepCall, platform: str) -> LoweredModule:
+        Returns:
+            The step, or None if it must be lowered in this process: for functions and models that cannot be
+            pickled or are defined in `__main__`, for sharded arrays, and for devices other than CPUs and the
+            GPUs of `pallas_kernels.target`.
+        """
+        leaves = jax.tree.leaves((step.params, step.caches))
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+        device = min(devices, default=support.device_of(), key=lambda device: device.id)
+        is_gpu = device.platform in support.GPU_PLATFORMS
+        gpu = getattr(device, "compute_capability", None) if is_gpu else None
+        if len(devices) > 1 or device.platform not in ("cpu", *support.GPU_PLATFORMS):
+            return None
+        if is_gpu and gpu not in support.HOPPER:  # without its GPU, JAX lowers kernels for Hopper
+            return None
+        options = {name: getattr(jax.config, name) for name in OPTIONS}
+        params, caches = _without_shardings((step.params, step.caches))
+        step = dataclasses.replace(step, params=params, caches=caches)
+        data = _pickle((step, "cuda" if is_gpu else "cpu", gpu, options))
+        return None if data is None else cls(data, device)
+
+    def request(self, inputs: tuple[Any, ...]) -> "LoweringRequest | None":
+        """Return the request to lower the step for some inputs; None if they cannot be pickled.
+
+        Args:
+            inputs: Metadata and the other inputs, as ShapeDtypeStructs or numpy arrays.
+        """
+        data = _pickle(_without_shardings(inputs))
+        return None if data is None else LoweringRequest(self, data)
+
+
+class LoweringRequest(NamedTuple):
+    """A request to lower a step for the shapes of its inputs, which are pickled."""
+
+    step: PickledStep
+    inputs: bytes
+
+
+def export(step: AbstractStep, inputs: tuple[Any, ...], platform: str) -> LoweredModule:
     """Trace and lower a step for a platform, which this process need not have."""
-    layout = TransferLayout.of(call.inputs, from_host=call.from_host)
-    packed, unpacked = layout.pack(call.inputs)
-    leaves, structure = jax.tree.flatten(call.params)
-    cache_leaves, cache_structure = jax.tree.flatten(call.caches)
+    layout = TransferLayout.of(inputs, from_host=step.from_host)
+    packed, unpacked = layout.pack(inputs)
+    leaves, structure = jax.tree.flatten(step.params)
+    cache_leaves, cache_structure = jax.tree.flatten(step.caches)
     result_structures: list[Any] = []
 
-    def step(leaves: Any, cache_leaves: Any, packed: Any, unpacked: Any) -> list[Any]:
+    def run(leaves: Any, cache_leaves: Any, packed: Any, unpacked: Any) -> list[Any]:
         params, caches = (
             jax.tree.unflatten(*tree) for tree in ((structure, leaves), (cache_structure, cache_leaves))
         )
         results, result_structure = jax.tree.flatten(
-            call.step(params, caches, *layout.unpack(packed, unpacked))
+            step.step(params, caches, *layout.unpack(packed, unpacked))
         )
         result_structures.append(result_structure)
         return results
 
     checks = [jax.export.DisabledSafetyCheck.custom_call(KERNEL_CALL)]  # It is allowed only by name.
     exported = jax.export.export(
-        jax.jit(step, donate_argnums=1), platforms=[platform], disabled_checks=checks
+        jax.jit(run, donate_argnums=1), platforms=[platform], disabled_checks=checks
     )(leaves, cache_leaves, packed, unpacked)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals]
     return LoweredModule(
@@ -147,7 +186,7 @@ class LoweringProcesses:
 
     def lower(self, request: LoweringRequest) -> LoweredModule | None:
         """Return the module of a step; None if the step must be lowered in this process."""
-        answer = self._ask(request.data)
+        answer = self._ask((request.step.data, request.inputs))
         if isinstance(answer, str):
             log.info("A step is lowered in the process that runs it: %s", answer)
             return None
@@ -155,7 +194,7 @@ class LoweringProcesses:
             module: LoweredModule = pickle.loads(answer)
         return module
 
-    def _ask(self, request: bytes) -> bytes | str:
+    def _ask(self, request: tuple[bytes, bytes]) -> bytes | str:
         """Return the pickled module from a process, or the reason why there is none."""
         with self._lock:
             if self._idle.empty() and len(self._processes) < self._num_processes:
@@ -177,62 +216,46 @@ class LoweringProcesses:
 
 
 def serve() -> None:
-    """Lower the calls that arrive on standard input, in a process of LoweringProcesses."""
+    """Lower the steps that arrive on standard input, in a process of LoweringProcesses."""
+    unpickle_step = functools.lru_cache(maxsize=1)(pickle.loads)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that nothing else is written between the answers
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            step_data, inputs = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         answer: bytes | str
         try:
-            call, platform, gpu, options = pickle.loads(request)
+            step, platform, gpu, options = unpickle_step(step_data)
             for name, value in options.items():
                 jax.config.update(name, value)
             with support.target(gpu):
-                answer = pickle.dumps(export(call, platform))
+                answer = pickle.dumps(export(step, pickle.loads(inputs), platform))
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)
         answers.flush()
 
 
-def request_of(call: StepCall) -> LoweringRequest | None:
-    """Return what a step is lowered from.
+def _without_shardings(tree: Any) -> Any:
+    """Return a tree with its arrays as ShapeDtypeStructs, except those of numpy."""
 
-    Returns:
-        The request, or None if the step must be lowered in this process: for functions and models that
-        cannot be pickled or are defined in `__main__`, for sharded arrays, and for devices other than CPUs
-        and the GPUs of `pallas_kernels.target`.
-    """
-    leaves = jax.tree.leaves((call.params, call.caches, call.inputs))
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
-    device = min(devices, default=support.device_of(), key=lambda device: device.id)
-    is_gpu = device.platform in support.GPU_PLATFORMS
-    gpu = getattr(device, "compute_capability", None) if is_gpu else None
-    if len(devices) > 1 or device.platform not in ("cpu", *support.GPU_PLATFORMS):
-        return None
-    if is_gpu and gpu not in support.HOPPER:  # without its GPU, JAX lowers kernels for Hopper
-        return None
-    options = {name: getattr(jax.config, name) for name in OPTIONS}
-    try:
-        data = pickle.dumps((_without_shardings(call), "cuda" if is_gpu else "cpu", gpu, options))
-    except Exception as error:  # whatever __reduce__ of the step or the model raises
-        log.info("A step is lowered in the process that runs it: %s", error)
-        return None
-    return LoweringRequest(data, device)
-
-
-def _without_shardings(call: StepCall) -> StepCall:
     def abstract(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
 
-    params, caches, inputs = jax.tree.map(abstract, (call.params, call.caches, call.inputs))
-    return dataclasses.replace(call, params=params, caches=caches, inputs=inputs)
+    return jax.tree.map(abstract, tree)
+
+
+def _pickle(value: Any) -> bytes | None:
+    """Pickle a value, or log why that is impossible and return None."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # whatever __reduce__ of the step or the model raises
+        log.info("A step is lowered in the process that runs it: %s", error)
+        return None
 
 
 # ---------------------------------------------------------------------------------------- processes

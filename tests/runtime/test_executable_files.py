@@ -12,7 +12,7 @@ from jattn.batch.bucket import Bucket
 from jattn.runtime import executable_files
 from jattn.runtime.executable_files import FOLDER, ExecutableFiles
 from jattn.runtime.executables import GENERATES_CODE, ExecutableCache
-from jattn.runtime.lowering import StepCall, request_of
+from jattn.runtime.lowering import AbstractStep, PickledStep
 from tests.subprocesses import ROOT
 
 BUCKET = Bucket(max_decodes=1, max_blocks=1)
@@ -23,8 +23,8 @@ def double(x):
 
 
 def request(shape=(2,)):
-    call = StepCall(double, jax.ShapeDtypeStruct(shape, jnp.float32), (), (), from_host=False)
-    return request_of(call)
+    step = AbstractStep(double, jax.ShapeDtypeStruct(shape, jnp.float32), (), from_host=False)
+    return PickledStep.of(step).request(())
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from jattn.models.decoder import Decoder
 from jattn.runtime import lowering
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.runtime.executable_files import FOLDER, ExecutableFiles
-from jattn.runtime.lowering import LoweringProcesses, StepCall, request_of
+from jattn.runtime.lowering import AbstractStep, LoweringProcesses, PickledStep
 from jattn.serving.engine.step import ModelStep
 from tests.serving.tiny import one_layer_model
 
@@ -95,9 +95,9 @@ class TestFiles:
 
 def lower(processes, step):
     """Return the module of a step with one parameter and no caches; None if this process must lower it."""
-    call = StepCall(step, jax.ShapeDtypeStruct((2,), jnp.float32), (), (), from_host=False)
-    request = request_of(call)
-    return None if request is None else processes.lower(request)
+    parameter = jax.ShapeDtypeStruct((2,), jnp.float32)
+    pickled = PickledStep.of(AbstractStep(step, parameter, (), from_host=False))
+    return None if pickled is None else processes.lower(pickled.request(()))
 
 
 class TestStepsThatThisProcessMustLower:
