@@ -44,6 +44,7 @@ def page() -> str:
         *decode(),
         *prefill(),
         *gradients(),
+        *other_architectures(),
         *sparse(),
         *quantized(),
         *serving(),
@@ -101,6 +102,19 @@ def gradients() -> list[str]:
         kernels.training_table("training-8x2k-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
         kernels.training_table("training-slashes-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
         kernels.training_table(f"training-in-turn-{DATE_H200}-23.jsonl"),
+    ]
+
+
+def other_architectures() -> list[str]:
+    """Return the section on kernels for other architectures than Hopper."""
+    h100 = "nvidia-h100-80gb-hbm3-2026-11-27.jsonl"
+    return [
+        "## Kernels for other architectures\n",
+        "Kernels have run on Hopper GPUs only. These tables compare Hopper's kernel (9.0) with those for older and for consumer GPUs, which\n"
+        "[`pallas_kernels.target`](kernels.md#architectures) selects, on the same GPU: decode, prefill and gradients.\n",
+        kernels.targets_table(f"decode-older-gpus-{DATE_H200}-27.jsonl"),
+        kernels.targets_table(f"prefill-older-gpus-{h100}"),
+        kernels.targets_table(f"backward-older-gpus-{h100}"),
     ]
 
 

@@ -53,6 +53,25 @@ def quantized_decode_table(file: str, peer_file: str) -> str:
     return measured_on(rows, file) + "\n" + table(columns, lines)
 
 
+def targets_table(file: str) -> str:
+    """Return cases by kernels of other architectures, beside the kernel of the measured GPU."""
+    rows = read_rows(file)
+    native, lines = {}, []
+    for row in rows:
+        if "us" not in row:  # the read ceiling
+            continue
+        name = (
+            row["name"] if row.get("block_size") is None else f"{row['name']}, blocks of {row['block_size']}"
+        )
+        architecture = row.get("target") or row.get("variant", "").removeprefix("per_warp_")
+        if architecture in ("", "default"):
+            native[name], architecture = row["us"], "9.0"
+        speed = f"{row['tflop_per_s']:.0f}" if "tflop_per_s" in row else "-"
+        lines.append([name, architecture, f"{row['us']:,.0f}", speed, f"{native[name] / row['us']:.2f}"])
+    columns = ["case", "kernel for", "us", "TFLOP/s", "speed relative to the kernel for 9.0"]
+    return measured_on(rows, file) + "\n" + table(columns, lines)
+
+
 def _peer_columns(times: PeerTimes, suffix: str) -> list[str]:
     return [f"{SHORT_NAMES[engine]}{suffix}, us" for engine in times]
 
