@@ -38,6 +38,8 @@ FACTORS = {
     "sparsity": [NONE, "strided", "group", "rank1", "stripes_only"],
     "padded": [False, True],
 }  # fmt: skip
+# Factors that change scores, or hide keys: kernels are compiled for each combination.
+SCORE_FACTORS = ("causal", "window", "chunk_size", "soft_cap", "alibi", "sinks")
 SPARSITY = {
     None: None,
     "strided": jattn.LocalStrided(block_size=4, local_blocks=2, vert_stride=3),

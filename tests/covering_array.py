@@ -1,12 +1,19 @@
-"""Pairwise covering arrays: few cases in which each two values of any two factors occur together."""
+"""Pairwise covering arrays: few cases in which each two values of any two factors occur together.
+
+`select_each_value` selects fewer, for tests on a GPU, which compile a kernel for each case.
+"""
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 def covering_array(
-    factors: dict[str, list], allowed: Callable[[dict], bool], *, tries: int = 60, seed: int = 0
+    factors: dict[str, list],
+    allowed: Callable[[dict], bool] = lambda case: True,
+    *,
+    tries: int = 60,
+    seed: int = 0,
 ) -> list[dict]:
     """Return cases over `factors` that contain each pair of values that some allowed case contains.
 
@@ -40,6 +47,25 @@ def covering_array(
         left = [(value, other_value) for value, other_value in left if missing[value] & bit_of[other_value]]
         cases.append({name: factors[name][best[name]] for name in names})
     return cases
+
+
+def select_each_value(cases: Sequence[dict], *, pairs_of: Sequence[str] = ()) -> list[dict]:
+    """Return a few of the cases that contain every value of each factor that occurs in `cases`.
+
+    Args:
+        cases: Cases with the same factors, whose values are hashable.
+        pairs_of: Factors of which every pair of values that occurs in `cases` must occur, too.
+    """
+
+    def contents(case: dict) -> set[tuple]:
+        pairs = itertools.combinations([(name, case[name]) for name in pairs_of], 2)
+        return {*case.items(), *pairs}
+
+    left, selected = set().union(*map(contents, cases)), []
+    while left:
+        selected.append(max(cases, key=lambda case: len(contents(case) & left)))
+        left -= contents(selected[-1])
+    return selected
 
 
 def _bits(case: dict[str, int], bit_of: dict[tuple[str, int], int]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -308,8 +309,7 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize(("name", "head_dim"), list(zip(CASES, itertools.cycle([64, 128]))))
     def test_kernel_gradients_equal_xla(self, name, head_dim):
         qkv, run = (
             arrays(head_dim=head_dim),

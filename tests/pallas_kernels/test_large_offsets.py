@@ -15,6 +15,8 @@ import jattn
 from jattn import masks
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
+from tests.contract import case_id
+from tests.covering_array import covering_array
 
 pytestmark = pytest.mark.gpu
 
@@ -58,10 +60,16 @@ def large_cache(cache, layout):
     return jattn.PagedCache(k=grow(cache.k), v=grow(cache.v), **scales, layout=layout)
 
 
-@pytest.mark.parametrize("kind", ["decode", "prompt", "lists"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_attention_reads_the_end_of_a_large_pool(kind, layout, stored):
+POOLS = {
+    "kind": ["decode", "prompt", "lists"],
+    "layout": ["NHD", "HND"],
+    "stored": ["bfloat16", "int8", "float8_e4m3fn"],
+}
+
+
+@pytest.mark.parametrize("case", covering_array(POOLS), ids=case_id)
+def test_attention_reads_the_end_of_a_large_pool(case):
+    kind, layout, stored = case.values()
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=HEADS, head_dim=WIDTH)
     query_lens, seq_lens = LENS["decode" if kind == "decode" else "prompt"]
     mask = masks.Dilated(100, 3) | masks.Sinks(4) if kind == "lists" else None

@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.add_norm import add_norm, reference
 from tests import aot
+from tests.contract import case_id
+from tests.covering_array import covering_array
 
 WIDTHS = (128, 896, 4096)
 
@@ -108,11 +110,13 @@ def test_shipped_kernels_compile_without_spills(gpu):
         assert kernel.spilled_bytes == 0, name
 
 
+ON_GPU = {"width": [*WIDTHS, 5120, 16384], "adds": [False, True], "dtype": ["bfloat16", "float16"]}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("width", [*WIDTHS, 5120, 16384])
-def test_add_norm_matches_the_reference_on_a_gpu(width, adds, dtype):
+@pytest.mark.parametrize("case", covering_array(ON_GPU), ids=case_id)
+def test_add_norm_matches_the_reference_on_a_gpu(case):
+    width, adds, dtype = case.values()
     for rows, is_offset in itertools.product((1, 61, 5000), (False, True)):
         x, sublayer_out, weight = problem(rows=rows, width=width, dtype=dtype)
         check(x, sublayer_out if adds else None, weight, is_offset=is_offset)

@@ -14,6 +14,8 @@ from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.cache_write import CacheWriteSizes, cache_write, reference
 from pallas_kernels.support import ARCHITECTURES, why_not_write
 from tests import aot
+from tests.contract import case_id
+from tests.covering_array import covering_array
 
 SLOTS = [7, -1, 0, 30, -5, 12, 13, 9, 63]
 
@@ -213,20 +215,30 @@ def test_wrong_arguments_are_refused():
         cache_write(*problem("HND", heads=1, dim=32), layout="HND")
 
 
+PLAIN_ON_GPU = {
+    "layout": ["NHD", "HND"],
+    "tokens": [1, 9, 64, 133, 1000],
+    "shape": [(8, 128), (1, 64), (32, 128), (2, 256), (4, 80)],  # heads and head_dim
+}
+QUANTIZED_ON_GPU = {
+    "layout": ["NHD", "HND"],
+    "name": list(FORMATS),
+    "tokens": [1, 133, 1000],
+    "shape": [(8, 128), (2, 64), (32, 128), (2, 256), (8, 80)],
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("tokens", [1, 9, 64, 133, 1000])
-@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (32, 128), (2, 256), (4, 80)])
-def test_each_token_is_written_to_its_slot_only_on_a_gpu(layout, tokens, heads, dim):
+@pytest.mark.parametrize("case", covering_array(PLAIN_ON_GPU), ids=case_id)
+def test_each_token_is_written_to_its_slot_only_on_a_gpu(case):
+    layout, tokens, (heads, dim) = case.values()
     check(problem(layout, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16), layout)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 133, 1000])
-@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (2, 64), (32, 128), (2, 256), (8, 80)])
-def test_cache_write_quantizes_to_8_bits_on_a_gpu(layout, name, tokens, heads, dim):
+@pytest.mark.parametrize("case", covering_array(QUANTIZED_ON_GPU), ids=case_id)
+def test_cache_write_quantizes_to_8_bits_on_a_gpu(case):
+    layout, name, tokens, (heads, dim) = case.values()
     arguments, scales = rounding_problem(
         layout, name, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16
     )

@@ -12,6 +12,8 @@ from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_mat
 from pallas_kernels.grouped_matmul.kernel import GroupedMatmulDims, num_mma_stages
 from pallas_kernels.support import ARCHITECTURES, target
 from tests import aot, assertions
+from tests.contract import case_id
+from tests.covering_array import covering_array
 from tests.pallas_kernels.grouped_matmul import grouped_aot_cases
 
 GROUPS = (2, 0, -1, 2, -1)  # group of each tile; groups 1 and 3 have none
@@ -113,14 +115,20 @@ def test_grouped_matmul_supports_float16():
     problem.check(problem.run(plgpu.InterpretGPUParams()))
 
 
+ON_GPU = {
+    "gpu": [None, "8.0", "8.6"],
+    "sizes": [*SIZES, (768, 2048), (2880, 2880), (2048, 1536)],
+    "outputs_first": [False, True],
+    "dtype": ["bfloat16", "float16"],
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("outputs_first", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (768, 2048), (2880, 2880), (2048, 1536)])
-@pytest.mark.parametrize("gpu", [None, "8.0", "8.6"])
-def test_each_tile_is_multiplied_by_its_groups_matrix_on_a_gpu(inputs, outputs, outputs_first, dtype, gpu):
-    problem = Problem(inputs, outputs, outputs_first=outputs_first, dtype=dtype)
-    with target(gpu):
+@pytest.mark.parametrize("case", covering_array(ON_GPU), ids=case_id)
+def test_each_tile_is_multiplied_by_its_groups_matrix_on_a_gpu(case):
+    options = {"outputs_first": case["outputs_first"], "dtype": jnp.dtype(case["dtype"])}
+    problem = Problem(*case["sizes"], **options)
+    with target(case["gpu"]):
         problem.check(problem.run())
         assert jnp.array_equal(problem.run()[:TILE_ROWS], problem.run()[:TILE_ROWS])
 

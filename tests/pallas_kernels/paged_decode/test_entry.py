@@ -19,8 +19,8 @@ from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_ch
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import ARCHITECTURES, target, why_not_decode, why_not_on
 from tests import aot, assertions
-from tests.contract import Problem, case_id, mark_every_second_slow
-from tests.covering_array import covering_array
+from tests.contract import SCORE_FACTORS, Problem, case_id, mark_every_second_slow
+from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.paged_decode.decode_aot_cases import aot_cases
 from tests.regions import attend_region
 
@@ -62,6 +62,12 @@ ALWAYS = {"sparsity": None}
 
 def cases(factors):
     return [case | ALWAYS for case in covering_array(factors, has_kernel)]
+
+
+def cases_of_older_architectures():
+    """Return cases with every cache format on each: of the two, only 8.9 has instructions for float8."""
+    on_each = [case | {"gpu": gpu} for case in cases(FACTORS) for gpu in ("8.0", "8.9")]
+    return select_each_value(on_each, pairs_of=("gpu", "stored"))
 
 
 def has_kernel(case):
@@ -129,17 +135,16 @@ class TestContract:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    @pytest.mark.parametrize("case", select_each_value(cases(FACTORS), pairs_of=SCORE_FACTORS), ids=case_id)
     def test_decode_matches_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem))
         problem.check(*attend(problem, sizes=sizes_of(case)))
 
-    @pytest.mark.parametrize("gpu", ["8.0", "8.9"])
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_decode_of_an_older_architecture_matches_float64(self, case, gpu):
+    @pytest.mark.parametrize("case", cases_of_older_architectures(), ids=case_id)
+    def test_decode_of_an_older_architecture_matches_float64(self, case):
         problem = Problem(case)
-        with target(gpu):
+        with target(case["gpu"]):
             problem.check(*attend(problem))
 
     def test_attend_chooses_the_decode_kernel_by_default(self):

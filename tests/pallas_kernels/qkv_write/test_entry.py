@@ -14,6 +14,8 @@ from pallas_kernels.qkv_write import qkv_write, reference
 from pallas_kernels.shared.memory import HEAD_DIMS
 from pallas_kernels.support import why_not_qkv_write
 from tests import aot
+from tests.contract import case_id
+from tests.covering_array import covering_array
 
 SLOTS = [7, -1, 0, 30, -5, 12, 13, 9, 63]
 PARTS = {"all": "nr", "no norm": "r", "no rope": "n", "values alone": ""}
@@ -185,6 +187,13 @@ def test_shipped_kernels_compile_without_spills_or_copies(gpu):
         assert kernel.spilled_bytes == 0, name
 
 
+MODELS = {
+    "shape": [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
+    "dtype": ["bfloat16", "float16"],
+    "is_offset": [False, True],
+}
+
+
 @pytest.mark.gpu
 class TestOnGPU:
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -192,13 +201,9 @@ class TestOnGPU:
     def test_qkv_write_matches_the_reference(self, layout, parts):
         check(layout, parts=parts)
 
-    @pytest.mark.parametrize("is_offset", [False, True])
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-    @pytest.mark.parametrize(
-        ("heads", "group", "dim"),
-        [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
-    )
-    def test_qkv_write_supports_the_heads_of_models(self, is_offset, dtype, heads, group, dim):
+    @pytest.mark.parametrize("case", covering_array(MODELS), ids=case_id)
+    def test_qkv_write_supports_the_heads_of_models(self, case):
+        (heads, group, dim), dtype, is_offset = case.values()
         options = {"heads": heads, "group": group, "dim": dim, "dtype": dtype, "is_offset": is_offset}
         for tokens in (1, 60):
             check("NHD", tokens=tokens, **options)

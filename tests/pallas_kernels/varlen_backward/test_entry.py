@@ -24,7 +24,8 @@ from pallas_kernels.varlen_backward import (
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles, order_work_tiles
 from pallas_kernels.varlen_prefill import PrefillSizes
 from tests import aot, assertions
-from tests.covering_array import covering_array
+from tests.contract import SCORE_FACTORS
+from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_backward.backward_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting, visible_keys
 
@@ -481,17 +482,24 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("case", CASES, ids=case_id)
+    @pytest.mark.parametrize("case", select_each_value(CASES, pairs_of=SCORE_FACTORS), ids=case_id)
     def test_gradients_equal_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, sizes=default_sizes(case["head_dim"])))
 
     @pytest.mark.parametrize(
-        "lens", [(1,), (239,), (799,), (1023,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str
+        ("head_dim", "heads", "lens"),
+        [
+            (64, (4, 4), (1,)),
+            (128, (8, 2), (239,)),
+            (128, (4, 4), (799,)),
+            (64, (8, 2), (1023,)),
+            (64, (4, 4), (1, 239, 113, 799, 64, 128)),
+            (128, (8, 2), (2048, 7, 1500)),
+        ],
+        ids=str,
     )
-    @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_gradients_equal_float64_for_awkward_lengths(self, lens, heads, head_dim):
+    def test_gradients_equal_float64_for_awkward_lengths(self, head_dim, heads, lens):
         """With one and with two kernels on one problem, whose construction takes longest."""
         score = Score(scale=head_dim**-0.5)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
@@ -500,15 +508,22 @@ class TestOnGpu:
             sizes = default_sizes(head_dim, deterministic=deterministic)
             problem.check(grads_of(problem, sizes=sizes, deterministic=deterministic))
 
-    @pytest.mark.parametrize("case", CASES, ids=case_id)
+    @pytest.mark.parametrize("case", select_each_value(CASES), ids=case_id)
     def test_query_kernel_equals_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
 
-    @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
-    @pytest.mark.parametrize("window", [(None, None), (300, 0)])
-    @pytest.mark.parametrize("head_dim", [192, 256])
-    def test_gradients_equal_float64_for_large_head_dims(self, lens, window, head_dim):
+    @pytest.mark.parametrize(
+        ("head_dim", "window", "lens"),
+        [
+            (192, (None, None), (1,)),
+            (256, (300, 0), (239,)),
+            (192, (300, 0), (1, 239, 113, 799, 64, 128)),
+            (256, (None, None), (2048, 7, 1500)),
+        ],
+        ids=str,
+    )
+    def test_gradients_equal_float64_for_large_head_dims(self, head_dim, window, lens):
         score = Score(scale=head_dim**-0.5, window=window)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
         problem = BackwardProblem(setting)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -288,14 +289,12 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("name", MASKS)
-    @pytest.mark.parametrize("head_dim", [64, 96, 128])
+    @pytest.mark.parametrize(("name", "head_dim"), list(zip(MASKS, itertools.cycle([64, 96, 128]))))
     def test_gradients_under_masks_equal_float64(self, name, head_dim):
         problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
         problem.check(grads_of(problem))
 
-    @pytest.mark.parametrize("name", MASKS)
-    @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+    @pytest.mark.parametrize(("name", "head_dim"), list(zip(MASKS, itertools.cycle([64, 96, 128, 256]))))
     def test_query_kernel_equals_float64(self, name, head_dim):
         problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
         run = jitted(problem, sizes=sizes)

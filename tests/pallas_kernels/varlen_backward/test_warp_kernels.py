@@ -1,6 +1,7 @@
 """The backward kernels of GPUs without wgmma: contract, tile lists, races, sizes and compilation."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -12,6 +13,7 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.support import ARCHITECTURES, KERNELS, WARP_RESERVED_BYTES
 from pallas_kernels.varlen_backward import default_sizes, varlen_backward
 from tests import aot, assertions
+from tests.covering_array import select_each_value
 from tests.pallas_kernels.varlen_backward import test_tile_lists
 from tests.pallas_kernels.varlen_backward.backward_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
@@ -40,6 +42,12 @@ def why_not(head_dim, gpu):
 
 def supported(cases, gpu):
     return [case for case in cases if why_not(case["head_dim"], gpu) is None]
+
+
+def cases_of_older_architectures():
+    """Return cases with every head_dim, for which 8.0 and 8.9 have different tiles."""
+    on_each = [case | {"gpu": gpu} for gpu in ("8.0", "8.9") for case in supported(CASES, gpu)]
+    return select_each_value(on_each, pairs_of=("gpu", "head_dim"))
 
 
 def sizes_of(head_dim, *, stages=1, warpgroups=2):
@@ -169,26 +177,23 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("case", supported(CASES, "8.0")[::2], ids=case_id)
-    def test_gradients_as_built_for_8_0_equal_float64(self, case):
-        self.check(case, "8.0")
-
-    @pytest.mark.parametrize("case", supported(CASES, "8.9")[1::2], ids=case_id)
-    def test_gradients_as_built_for_8_9_equal_float64(self, case):
-        self.check(case, "8.9")
-
-    def check(self, case, gpu):
+    @pytest.mark.parametrize("case", cases_of_older_architectures(), ids=case_id)
+    def test_gradients_of_an_older_architecture_equal_float64(self, case):
         problem = problem_of(case)
-        with target(gpu):
+        with target(case["gpu"]):
             problem.check(grads_of(problem))
 
-    @pytest.mark.parametrize("gpu", ["8.0", "8.9"])
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("name", MASKS)
+    @pytest.mark.parametrize(
+        ("name", "head_dim", "gpu"),
+        [
+            (name, *kernel)
+            for name, kernel in zip(MASKS, itertools.cycle([(64, "8.0"), (128, "8.0"), (128, "8.9")]))
+        ],
+    )
     def test_gradients_under_masks_of_an_older_architecture_equal_float64(self, name, head_dim, gpu):
         problem = test_tile_lists.problem_of(name, head_dim=head_dim)
         with target(gpu):
-            sizes = default_sizes(head_dim, gpu=gpu)
-            first, second = (test_tile_lists.grads_of(problem, sizes=sizes) for _ in range(2))
+            run = test_tile_lists.jitted(problem, sizes=default_sizes(head_dim, gpu=gpu))
+            first, second = run(), run()
         problem.check(first)
         assert all(jnp.array_equal(a, b) for a, b in zip(first, second, strict=True))

@@ -19,7 +19,7 @@ from pallas_kernels.varlen_prefill import PrefillSizes, default_sizes, varlen_pr
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import assertions, contract
 from tests.contract import Problem, case_id, mark_every_second_slow
-from tests.covering_array import covering_array
+from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import FACTORS, FAST, LONG, attend
 from tests.pallas_kernels.varlen_prefill.test_pack_gqa import HEADS, packed_sizes
@@ -184,12 +184,15 @@ class TestChoice:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("splits", [1, MOST])
-    @pytest.mark.parametrize("case", cases(FACTORS | OF_8_BITS), ids=case_id)
-    def test_prefill_equals_float64(self, case, splits, monkeypatch):
+    WITH_SPLITS = tuple(case | {"splits": n} for case in cases(FACTORS | OF_8_BITS) for n in (1, MOST))
+
+    @pytest.mark.parametrize(
+        "case", select_each_value(WITH_SPLITS, pairs_of=("splits", "stored")), ids=case_id
+    )
+    def test_prefill_equals_float64(self, case, monkeypatch):
         split_every_tile(monkeypatch)
         problem = Problem(case)
         sizes = default_sizes(problem.spec.head_dim, is_quantized=True)
         q_heads, kv_heads = case["heads"]
         sizes = sizes if q_heads // kv_heads % 2 else packed_sizes(case, sizes)
-        problem.check(*attend(problem, sizes=dataclasses.replace(sizes, max_splits=splits)))
+        problem.check(*attend(problem, sizes=dataclasses.replace(sizes, max_splits=case["splits"])))

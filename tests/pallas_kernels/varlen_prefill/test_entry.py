@@ -24,8 +24,8 @@ from pallas_kernels.varlen_prefill import (
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, assertions, contract
-from tests.contract import Problem, case_id, mark_every_second_slow
-from tests.covering_array import covering_array
+from tests.contract import SCORE_FACTORS, Problem, case_id, mark_every_second_slow
+from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.prefill_aot_cases import OF_SPLITS, STORED, TWO_WARPGROUPS, aot_cases
 
 # Query and sequence lengths: several tiles, tiles with one live row, row counts not divisible by 8, none.
@@ -57,15 +57,23 @@ FAST = FACTORS | {
 ALWAYS = {"stored": "plain", "sparsity": None, "padded": False}
 # Requests as (queries, keys): FlashAttention's awkward lengths, and mixes of them.
 AWKWARD = [
-    [(1, 1)],
-    [(239, 239)],
-    [(799, 3 + 799)],
-    [(113, 203)],
-    [(1023, 1024)],
-    [(4224, 4224)],
-    [(1, 1), (239, 239), (113, 203), (1, 4224), (7, 8), (799, 802)],
-    [(64, 1000), (1, 17), (1023, 1024), (3, 3), (128, 128), (129, 257), (2048, 2048), (5, 4000)],
+    ((1, 1),),
+    ((239, 239),),
+    ((799, 3 + 799),),
+    ((113, 203),),
+    ((1023, 1024),),
+    ((4224, 4224),),
+    ((1, 1), (239, 239), (113, 203), (1, 4224), (7, 8), (799, 802)),
+    ((64, 1000), (1, 17), (1023, 1024), (3, 3), (128, 128), (129, 257), (2048, 2048), (5, 4000)),
 ]
+# Each length once, and each kernel: keys are packed, or in small or large blocks.
+AWKWARD_CASES = select_each_value(
+    [
+        {"head_dim": head_dim, "block_size": block_size, "lens": lens}
+        for head_dim, block_size, lens in itertools.product((64, 128, 256), (None, 16, 128), AWKWARD)
+    ],
+    pairs_of=("head_dim", "block_size"),
+)
 PADDING = 5  # NaN tokens after the last request
 
 
@@ -188,17 +196,16 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    @pytest.mark.parametrize("case", select_each_value(cases(FACTORS), pairs_of=SCORE_FACTORS), ids=case_id)
     def test_prefill_equals_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem))
 
-    @pytest.mark.parametrize("lens", AWKWARD, ids=str)
-    @pytest.mark.parametrize("block_size", [None, 16, 128])
-    @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_prefill_equals_float32_for_awkward_lengths(self, lens, block_size, head_dim):
+    @pytest.mark.parametrize("case", AWKWARD_CASES, ids=case_id)
+    def test_prefill_equals_float32_for_awkward_lengths(self, case):
         """And 20 runs give the same bits."""
-        query_lens, seq_lens = zip(*lens, strict=True)
+        block_size, head_dim = case["block_size"], case["head_dim"]
+        query_lens, seq_lens = zip(*case["lens"], strict=True)
         tokens, keys = sum(query_lens), sum(seq_lens)
         draw = lambda seed, rows, heads: jax.random.normal(
             jax.random.key(seed), (rows, heads, head_dim), jnp.bfloat16

@@ -18,6 +18,7 @@ from pallas_kernels.varlen_prefill import (
 )
 from tests import assertions, contract
 from tests.contract import Problem, case_id, mark_every_second_slow
+from tests.covering_array import select_each_value
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import (
     FACTORS,
@@ -128,10 +129,13 @@ class TestChoice:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("splits", [1, MOST])
-    @pytest.mark.parametrize("case", cases(FACTORS | {"heads": HEADS})[::2], ids=case_id)
-    def test_prefill_equals_float64(self, case, splits, monkeypatch):
+    WITH_SPLITS = tuple(case | {"splits": n} for case in cases(FACTORS | {"heads": HEADS}) for n in (1, MOST))
+
+    @pytest.mark.parametrize(
+        "case", select_each_value(WITH_SPLITS, pairs_of=("splits", "heads")), ids=case_id
+    )
+    def test_prefill_equals_float64(self, case, monkeypatch):
         split_every_tile(monkeypatch)
         problem = Problem(case)
-        sizes = packed_sizes(case, default_sizes(problem.spec.head_dim), max_splits=splits)
+        sizes = packed_sizes(case, default_sizes(problem.spec.head_dim), max_splits=case["splits"])
         problem.check(*attend(problem, sizes=sizes))

@@ -1,6 +1,7 @@
 """varlen_prefill over lists of blocks that are smaller than a tile, against the float64 oracle."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from pallas_kernels.varlen_prefill import (
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
 from tests import assertions, contract
 from tests.contract import FACTORS
-from tests.covering_array import covering_array
+from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region, kernel_for
 
@@ -201,7 +202,9 @@ def test_prefill_with_packed_heads_has_no_races(size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case", select_each_value(SHARED_CASES), ids=lambda case: "-".join(map(str, case.values()))
+)
 def test_prefill_with_packed_heads_equals_float64_on_a_gpu(case):
     solved(case)
 
@@ -213,14 +216,16 @@ def test_prefill_equals_float64_for_combinations_of_features(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", select_each_value(CASES), ids=lambda case: "-".join(map(str, case.values())))
 def test_prefill_equals_float64_on_a_gpu(case):
     solved(case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask", [name for name in MASKS if name != "documents_32"])
+@pytest.mark.parametrize(
+    ("mask", "head_dim"),
+    list(zip((name for name in MASKS if name != "documents_32"), itertools.cycle([64, 128]))),
+)
 def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
     # A causal tile also lists blocks that only queries before them select, which hides a block read in vain.
     case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim, "causal": False}
@@ -228,8 +233,16 @@ def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(2 * group, 2) for group in PACKED_HEADS])
-@pytest.mark.parametrize("mask", [name for name in SHARED_MASKS if name != "shared_documents_32"])
+@pytest.mark.parametrize(
+    ("mask", "heads"),
+    [
+        (f"shared_{size}", (2 * group, 2))
+        for group, sizes in PACKED_HEADS.items()
+        for size, num_packed in sizes.items()
+        if num_packed == group  # one group for each kernel
+    ]
+    + [("for_all_heads_32", (8, 2))],
+)
 def test_packed_heads_read_no_block_that_their_queries_do_not_select_on_a_gpu(mask, heads):
     case = {
         "region": "prompt_206",

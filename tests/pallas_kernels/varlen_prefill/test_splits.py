@@ -35,6 +35,7 @@ from pallas_kernels.varlen_prefill.schedule import (
 )
 from tests import assertions, contract
 from tests.contract import Problem, case_id
+from tests.covering_array import select_each_value
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import (
     FACTORS,
@@ -281,7 +282,7 @@ class TestChoice:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuts_everything")
 class TestOnGpu:
-    @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
+    @pytest.mark.parametrize("case", select_each_value(cases(FACTORS)), ids=case_id)
     def test_prefill_equals_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, sizes=cut(default_sizes(problem.spec.head_dim))))
