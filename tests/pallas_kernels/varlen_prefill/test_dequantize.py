@@ -45,7 +45,7 @@ def _long_regions(monkeypatch):
 
 def cases(factors):
     always = {"sparsity": None, "padded": False}
-    return [case | always for case in covering_array(factors, lambda case: True)]
+    return [case | always for case in covering_array(factors)]
 
 
 def sizes_of(case, **changes):

@@ -83,7 +83,7 @@ def _long_regions(monkeypatch):
 
 
 def cases(factors):
-    return [case | ALWAYS for case in covering_array(factors, lambda case: True)]
+    return [case | ALWAYS for case in covering_array(factors)]
 
 
 def plain_case(**changes):

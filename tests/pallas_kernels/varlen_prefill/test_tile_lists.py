@@ -156,7 +156,7 @@ CHOICES = {
     "kv": ["NHD", "HND", "no_cache"],
     "block_size": [16, 64],
 }
-CASES = covering_array(CHOICES, lambda case: True)
+CASES = covering_array(CHOICES)
 
 
 @pytest.fixture(autouse=True)
