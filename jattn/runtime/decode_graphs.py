@@ -3,7 +3,6 @@
 import functools
 import itertools
 import operator
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from jattn.batch.bucket import Bucket, count_decodes
 from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.runtime.executable_files import ExecutableFiles
-from jattn.runtime.executables import ExecutableCache, LowerOrLoad, progress_bar
+from jattn.runtime.executables import ExecutableCache, LowerOrLoad, available_cores, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
 from jattn.runtime.lowering import AbstractStep, LoweringProcesses, PickledStep
 from jattn.runtime.parameters import ParameterLeaves
@@ -215,6 +214,7 @@ class DecodeGraphs:
             self._executables.compile_groups_in_background(
                 [first, remaining],
                 self._load_or_lower_with(structure, arguments, step_inputs, processes),
+                lowering_threads=processes.num_processes,
                 progress=progress,
                 on_compiled=self._write_later,
                 kept=self._unwritten,
@@ -226,7 +226,7 @@ class DecodeGraphs:
             return self._lower(structure, *arguments, *step_inputs(bucket))
 
         with progress_bar(len(first), progress) as on_ready:
-            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
+            self._executables.compile_all(first, lower, workers=available_cores(), on_ready=on_ready)
         if remaining:
             remaining.sort(key=_usefulness)
             self._executables.compile_in_background(remaining, lower, progress=progress)

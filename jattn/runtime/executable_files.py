@@ -51,7 +51,7 @@ class ExecutableFiles:
                 whoever can write to it can run code in them.
         """
         self.last_step = 0.0
-        self._folder = pathlib.Path(folder) / FOLDER
+        self._folder, self._versions = pathlib.Path(folder) / FOLDER, _versions()
         self._waiting: collections.deque[tuple[pathlib.Path, jax.stages.Compiled, Any]] = collections.deque()
         self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
@@ -66,7 +66,7 @@ class ExecutableFiles:
         device = request.step.device
         target = (device.platform, device.device_kind, device.id, device.client.platform_version)
         settings = (os.environ.get("XLA_FLAGS"), sorted(options.items()))
-        digest = hashlib.sha256(repr((_versions(), target, settings)).encode())
+        digest = hashlib.sha256(repr((self._versions, target, settings)).encode())
         digest.update(request.step.data)
         digest.update(request.inputs)
         return self._folder / digest.hexdigest()

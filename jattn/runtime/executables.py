@@ -106,6 +106,7 @@ class ExecutableCache:
         others: Iterable[concurrent.futures.Future[jax.stages.Compiled]],
         lower: LowerOrLoad,
         *,
+        lowering_threads: int,
         workers: int,
         on_ready: Callable[[], Any],
         on_compiled: OnCompiled,
@@ -117,6 +118,7 @@ class ExecutableCache:
             groups: Groups of claimed buckets, the most urgent first.
             others: Executables that other threads compile, to wait for at the end.
             lower: Function that lowers a bucket or loads its executable. Several threads call it at a time.
+            lowering_threads: Number of these threads, which take the most urgent buckets first.
             workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
             on_compiled: Function to call with a compiled bucket and its executable.
@@ -140,7 +142,7 @@ class ExecutableCache:
         all_claims = [claim for group in groups for claim in group]
         with (
             self._abandon_on_error(all_claims),
-            _cancelling_pool(workers) as lowering_pool,  # It takes the most urgent first.
+            _cancelling_pool(lowering_threads) as lowering_pool,
             _cancelling_pool(workers) as pool,
         ):
             lowering = {claim[0]: lowering_pool.submit(lower_or_load, claim) for claim in all_claims}
@@ -159,7 +161,7 @@ class ExecutableCache:
 
     def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
         """Run `compile_all` in a background thread, on half of the cores."""
-        workers = max((os.cpu_count() or 2) // 2, 1)
+        workers = max(available_cores() // 2, 1)
         self._start(
             lambda on_ready: self.compile_all(buckets, lower, workers=workers, on_ready=on_ready),
             len(buckets),
@@ -171,6 +173,7 @@ class ExecutableCache:
         groups: Sequence[Sequence[Bucket]],
         lower: LowerOrLoad,
         *,
+        lowering_threads: int,
         progress: bool,
         on_compiled: OnCompiled = lambda bucket, executable: None,
         kept: Collection[Bucket] = (),
@@ -179,7 +182,7 @@ class ExecutableCache:
 
         The buckets are claimed before this returns, so that `wait_for` finds them.
         """
-        workers = max((os.cpu_count() or 2) - 2, 1)
+        workers = max(available_cores() - 2, 1)
         claims: list[list[Claim]] = [[] for _ in groups]
         others = []  # which other threads compile
         for buckets, group in zip(groups, claims, strict=True):
@@ -191,7 +194,14 @@ class ExecutableCache:
                     others.append(future)
         self._start(
             lambda on_ready: self._compile_groups(
-                claims, others, lower, workers=workers, on_ready=on_ready, on_compiled=on_compiled, kept=kept
+                claims,
+                others,
+                lower,
+                lowering_threads=lowering_threads,
+                workers=workers,
+                on_ready=on_ready,
+                on_compiled=on_compiled,
+                kept=kept,
             ),
             sum(map(len, groups)),
             progress,
@@ -294,6 +304,13 @@ def _kernel_configs(operation: Any) -> Iterator[Any]:
 def _value(attribute: Any) -> Any:
     """Return the value of an MLIR attribute: a bool, a number, or a string as bytes."""
     return attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ShortSwitchInterval:

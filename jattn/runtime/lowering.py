@@ -170,6 +170,9 @@ class LoweringProcesses:
 
     Methods may be called from several threads, each of which waits for its own module. The processes end
     with this object.
+
+    Attributes:
+        num_processes: Maximum number of processes.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -178,7 +181,7 @@ class LoweringProcesses:
         Args:
             num_processes: Maximum number of processes, each of which takes about 0.5 GB of host memory.
         """
-        self._num_processes = num_processes
+        self.num_processes = num_processes
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -197,7 +200,7 @@ class LoweringProcesses:
     def _ask(self, request: tuple[bytes, bytes]) -> bytes | str:
         """Return the pickled module from a process, or the reason why there is none."""
         with self._lock:
-            if self._idle.empty() and len(self._processes) < self._num_processes:
+            if self._idle.empty() and len(self._processes) < self.num_processes:
                 self._processes.append(_start(is_urgent=len(self._processes) < NUM_URGENT))
                 self._idle.put(self._processes[-1])
         process = self._idle.get()

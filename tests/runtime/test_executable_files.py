@@ -114,6 +114,7 @@ def test_jax_writes_steps_to_its_cache_only_without_files(has_files, jax_cache):
     executables.compile_groups_in_background(
         [[BUCKET]],
         lambda bucket: jax.jit(lambda x: (3 + has_files) * x).lower(1.0),
+        lowering_threads=1,
         progress=False,
         on_compiled=lambda bucket, executable: compiled.extend([bucket] * has_files),
         kept=[BUCKET] * has_files,

@@ -23,7 +23,7 @@ def test_a_second_compilation_lasts_until_the_first_has_compiled_its_buckets():
 
     executables = ExecutableCache(lambda bucket: {})
     for _ in range(2):
-        executables.compile_groups_in_background([[bucket]], lower, progress=False)
+        executables.compile_groups_in_background([[bucket]], lower, lowering_threads=1, progress=False)
     executables._background.join(0.5)
     assert executables.is_compiling
     gate.set()
@@ -51,7 +51,9 @@ def test_waiting_includes_a_background_thread_that_has_not_started_yet(monkeypat
 
     monkeypatch.setattr("jattn.runtime.executables.threading.Thread", LateThread)
     bucket, executables = Bucket(max_decodes=1, max_blocks=1), ExecutableCache(lambda bucket: {})
-    executables.compile_groups_in_background([[bucket]], lambda _: jax.jit(lambda: 1).lower(), progress=False)
+    executables.compile_groups_in_background(
+        [[bucket]], lambda _: jax.jit(lambda: 1).lower(), lowering_threads=1, progress=False
+    )
     executables.wait_for([bucket])
     assert list(executables.ready) == [bucket]
     executables.wait()

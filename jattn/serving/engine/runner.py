@@ -8,7 +8,6 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from jattn.batch.metadata import BatchMetadata, arrange_batch
 from jattn.cache import CacheSpec
 from jattn.cache.spec import resolve_kv_cache_dtype
 from jattn.runtime.executable_files import ExecutableFiles
+from jattn.runtime.executables import available_cores
 from jattn.runtime.lowering import LoweringProcesses
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
@@ -360,13 +360,13 @@ class Runner:
             for runs in self._runs
             for bucket in runs.graphs.buckets
         }
-        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        pool = concurrent.futures.ThreadPoolExecutor(available_cores())
         # What the first step needs compiles while other processes lower the steps.
         largest = max(sizes.values())
         samplers = {largest: pool.submit(self._sampler.compile, *largest)}
         copies = [pool.submit(compiler) for compiler in self._copies.compilers(self._caches)]
         # On a mesh and on a CPU, steps are lowered in this process.
-        num_processes = min((os.cpu_count() or 1) - 2, MAX_LOWERING_PROCESSES)
+        num_processes = min(available_cores() - 2, MAX_LOWERING_PROCESSES)
         processes, files = None, None
         devices = jax.tree.leaves(self._caches)[0].devices()
         if num_processes > 1 and jax.default_backend() == "gpu" and len(devices) == 1:
