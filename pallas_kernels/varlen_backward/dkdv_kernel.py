@@ -50,6 +50,9 @@ one kernel computes S, dP and dK, and another S and dV (`compute_dk_step` and `c
 
 Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
 tile_scheduler assigns work tiles to thread blocks.
+
+Under a mask of small blocks, each computing warpgroup is a team with its own work tiles of 64 keys, stages,
+barriers and loading warp: it neither loads nor skips the query tiles that select only other keys.
 """
 
 import dataclasses
@@ -102,7 +105,8 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutp
 
 def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
-    ctas = spec.sizes.ctas or len(inputs.schedule.order) * spec.sizes.parts
+    sizes = spec.sizes
+    ctas = sizes.ctas or -(-len(inputs.schedule.order) * sizes.parts // sizes.teams)
     body: Callable[..., None] = dkdv_body
     scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
     num_warpgroups = WARPGROUPS + 1
@@ -150,7 +154,10 @@ def dkdv_body(
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            pl.when(warp == 0)(lambda: DkDvLoader(inputs, smem, barriers, spec).load_all(scheduler))
+            # One loading warp per team, so that no team waits for another's stages.
+            for team in range(spec.sizes.teams):
+                loader = DkDvLoader(inputs, smem, barriers, spec, team)
+                pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
 
     @pl.when(wg < WARPGROUPS)
     def _() -> None:
@@ -181,12 +188,12 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
     return DkDvSmem(
         key_and_dk=both_views(),
         value_and_dv=both_views() if spec.computes.dk else None,
-        query=queries(sizes.stages),
-        dout=queries(spec.dout_stages),
-        stats_and_columns=plgpu.SMEM((spec.dout_stages + 1, WARPGROUPS, sizes.tile_q), f32),
+        query=queries(sizes.teams * sizes.stages),
+        dout=queries(sizes.teams * spec.dout_stages),
+        stats_and_columns=plgpu.SMEM((sizes.teams * spec.dout_stages + 1, WARPGROUPS, sizes.tile_q), f32),
         ds=swizzled_smem((DS_BUFFERS, *scores), dtype) if has_ds else None,
         dq=swizzled_smem(dq_shape, f32) if spec.adds_dq else None,
-        tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
+        tile_columns=plgpu.SMEM((sizes.teams, TABLE_WIDTH), jnp.int32),
         p=swizzled_smem(scores, dtype) if spec.is_interpreted and spec.computes.dv else None,
     )
 
@@ -208,15 +215,18 @@ def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
 
 def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
     """Return the barriers with their numbers of arrivals; see DkDvBarriers."""
-    stages, dout_stages = spec.sizes.stages, spec.dout_stages
+    sizes = spec.sizes
+    stages, dout_stages = sizes.teams * sizes.stages, sizes.teams * spec.dout_stages
     num_loaded = 2 if spec.computes.dk else 1  # keys, and values for dk
 
     def warpgroup_barriers(num: int) -> ScratchType:
-        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=num)
+        return plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=num)
 
     return DkDvBarriers(
-        kv_full=plgpu.Barrier(num_arrivals=num_loaded * WARPGROUPS * spec.num_head_panels + 1),
-        kv_free=warpgroup_barriers(1),
+        kv_full=plgpu.Barrier(
+            num_arrivals=num_loaded * sizes.team_size * spec.num_head_panels + 1, num_barriers=sizes.teams
+        ),
+        kv_free=warpgroup_barriers(sizes.teams),
         kv_products_issued=warpgroup_barriers(1),
         q_full=plgpu.Barrier(num_arrivals=spec.num_head_panels, num_barriers=stages),
         q_free=warpgroup_barriers(stages),

@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import PANEL, TokenRows
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
-from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile
 from pallas_kernels.varlen_prefill.loader import copy_rows
@@ -18,46 +17,51 @@ from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
 class DkDvLoader:
-    """The warp that loads keys, values, queries, dO and row statistics into shared memory."""
+    """The warp that loads keys, values, queries, dO and row statistics of a team into shared memory."""
 
-    def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: BackwardSpec):
-        self.inputs, self.smem, self.barriers, self.spec = inputs, smem, barriers, spec
+    def __init__(
+        self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: BackwardSpec, team: int
+    ):
+        self.inputs, self.smem, self.barriers, self.spec, self.team = inputs, smem, barriers, spec, team
 
     def load_all(self, scheduler: BackwardTileScheduler) -> None:
-        """Load all work tiles of the thread block."""
-        rounds, number_of = scheduler.assignment()
+        """Load all work tiles of the team."""
+        rounds, number_of = scheduler.assignment(self.team)
 
         def load(iteration: Scalar, step: Scalar) -> Scalar:
             work_tile = scheduler.work_tile(number_of(iteration))
             # The previous work tile's gradients leave through the memory of its keys and values.
-            pl.when(iteration >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free))
+            pl.when(iteration >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free.at[self.team]))
             self.load_keys(work_tile)
             return lax.fori_loop(0, self.spec.group, functools.partial(self.load_head, work_tile), step)
 
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
         # Interpret mode requires that every barrier completion is awaited; the hardware does not.
         if self.spec.is_interpreted:
-            pl.when(rounds >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free))
+            pl.when(rounds >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free.at[self.team]))
 
             @pl.loop(jnp.maximum(steps - self.spec.sizes.stages, 0), steps)
             def _(step: Scalar) -> None:
-                plgpu.barrier_wait(self.barriers.q_free.at[self.spec.step_stages(step).query])
+                plgpu.barrier_wait(self.barriers.q_free.at[self.spec.step_stages(step, self.team).query])
 
             @pl.loop(jnp.maximum(steps - self.spec.dout_stages, 0), steps)
             def _(step: Scalar) -> None:
-                plgpu.barrier_wait(self.barriers.dout_free.at[self.spec.step_stages(step).dout])
+                plgpu.barrier_wait(self.barriers.dout_free.at[self.spec.step_stages(step, self.team).dout])
 
     def load_keys(self, work_tile: BackwardWorkTile) -> None:
         """Load a work tile's keys, its table columns and, if dk is computed, its values."""
-        inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full
-        for wg in range(WARPGROUPS):
-            row = align_row(work_tile["first_key_row"] + wg * PANEL)
+        inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full.at[self.team]
+        team_size = self.spec.sizes.team_size
+        for rank in range(team_size):
+            wg, row = self.team * team_size + rank, align_row(work_tile["first_key_row"] + rank * PANEL)
             for panel in range(self.spec.num_head_panels):
                 index = (work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
                 copy_rows(inputs.key, row, index, smem.key.at[wg, panel], full, num_rows=PANEL)
                 if self.spec.computes.dk:
                     copy_rows(inputs.value, row, index, smem.value.at[wg, panel], full, num_rows=PANEL)
-        plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[work_tile.row], self.smem.tile_columns, full)
+        plgpu.copy_gmem_to_smem(
+            inputs.schedule.table.at[work_tile.row], smem.tile_columns.at[self.team], full
+        )
 
     def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
         """Load the query tiles of a query head, the first as step `step`; return one past the last step."""
@@ -76,7 +80,7 @@ class DkDvLoader:
 
     def load_tile(self, work_tile: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
         """Load the queries, dO and row statistics of a query tile as step `step`."""
-        stages, barriers, smem = self.spec.step_stages(step), self.barriers, self.smem
+        stages, barriers, smem = self.spec.step_stages(step, self.team), self.barriers, self.smem
         row, tile_q = work_tile.query_row(tile), self.spec.sizes.tile_q
 
         def copy_panels(array: TokenRows, to_s: Ref, full: Barriers) -> None:

@@ -1,4 +1,4 @@
-"""The main loop of a warpgroup of the dk/dv kernel: dk and dv of 64 of a work tile's 128 keys.
+"""The main loop of a warpgroup of the dk/dv kernel: dk and dv of 64 of a work tile's keys.
 
 If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ to global memory.
 """
@@ -75,27 +75,29 @@ class DkDvMainloop:
         spec: BackwardSpec,
     ):
         self.wg = wg = lax.axis_index("warpgroup")
+        # The warpgroups of a team share a work tile: 64 keys each, from rank * 64 on.
+        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
         self.spec = spec
-        columns_s = smem.stats_and_columns.at[wg * 0 + spec.dout_stages, wg]
-        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, wg, spec)
+        columns_s = smem.stats_and_columns.at[wg * 0 + spec.sizes.teams * spec.dout_stages, wg]
+        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, self.rank, spec)
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
-        """Compute all work tiles of the thread block."""
-        rounds, number_of = scheduler.assignment()
+        """Compute all work tiles of the team."""
+        rounds, number_of = scheduler.assignment(self.team)
         self.scores.store_columns()
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
             # Wait for the keys and values, with which the work tile's columns arrive.
-            plgpu.barrier_wait(self.barriers.kv_full)
-            work_tile = scheduler.work_tile(number_of(iteration), self.smem.tile_columns)
+            plgpu.barrier_wait(self.barriers.kv_full.at[self.team])
+            work_tile = scheduler.work_tile(number_of(iteration), self.smem.tile_columns.at[self.team])
             self._clear_keys(work_tile)
             step, sums = self.compute_work_tile(work_tile, step)
             self.store(work_tile, sums)
             # Release the keys' memory only when the gradients that replaced them have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.barriers.kv_free)
+            plgpu.barrier_arrive(self.barriers.kv_free.at[self.team])
             return step
 
         lax.fori_loop(0, rounds, compute, rounds * 0)
@@ -106,7 +108,7 @@ class DkDvMainloop:
 
         Args:
             work_tile: Keys of the work tile, and the query tiles that attend to them.
-            step: Number of steps that the thread block has computed for earlier work tiles.
+            step: Number of steps that the team has computed for earlier work tiles.
 
         Returns:
             `step` plus the steps of this work tile, and dk and dv.
@@ -160,7 +162,7 @@ class DkDvMainloop:
 
     def skip_step(self, step: Scalar, state: DkDvState) -> DkDvState:
         """Release the stages of a query tile whose queries attend to none of the warpgroup's keys."""
-        stages, barriers = self.spec.step_stages(step), self.barriers
+        stages, barriers = self.spec.step_stages(step, self.team), self.barriers
         plgpu.barrier_wait(barriers.q_full.at[stages.query])
         plgpu.barrier_wait(barriers.dout_full.at[stages.dout])
         plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
@@ -185,7 +187,7 @@ class DkDvMainloop:
             self.scores,
             self.spec.num_head_panels,
         )
-        stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
+        stages, buffer = spec.step_stages(step, self.team), lax.rem(step, jnp.int32(DS_BUFFERS))
         # The mask's data and lookups come from global memory: load them before anything is awaited.
         stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load(tile)
         # A 0 that is read from memory in each step, so that the compiler cannot treat it as a constant.
@@ -260,7 +262,7 @@ class DkDvMainloop:
     def compute_dk_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
         """Compute S, dP and dK of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
         spec, barriers, scores, panels = self.spec, self.barriers, self.scores, self.spec.num_head_panels
-        stages = spec.step_stages(step)
+        stages = spec.step_stages(step, self.team)
         stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
@@ -285,7 +287,7 @@ class DkDvMainloop:
 
     def compute_dv_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
         """Compute S and dV of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
-        barriers, scores, stages = self.barriers, self.scores, self.spec.step_stages(step)
+        barriers, scores, stages = self.barriers, self.scores, self.spec.step_stages(step, self.team)
         stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
@@ -306,7 +308,7 @@ class DkDvMainloop:
     def compute_step_in_order(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
         """Compute a step in interpret mode, which has no running accumulators and no register operands."""
         spec, smem, barriers, scores, wg = self.spec, self.smem, self.barriers, self.scores, self.wg
-        stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
+        stages, buffer = spec.step_stages(step, self.team), lax.rem(step, jnp.int32(DS_BUFFERS))
         stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load(tile)
         queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
         self.wait_for_queries(tile, stages)
@@ -457,9 +459,10 @@ class DkDvMainloop:
 
         def store(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
             (swizzled,), (plain,) = both_views
-            first_row = work_tile["first_key_row"] + self.wg * PANEL
+            first_row = work_tile["first_key_row"] + self.rank * PANEL
             begin, end = (
-                jnp.clip(work_tile[name] - self.wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
+                jnp.clip(work_tile[name] - self.rank * PANEL, 0, PANEL)
+                for name in ("store_begin", "store_end")
             )
 
             def index_of(rows: Slice, head: Scalar, panel: int) -> Index:
@@ -473,20 +476,22 @@ class DkDvMainloop:
         computes, outputs = self.spec.computes, self.outputs
         if computes.dk and computes.dv:
             store(outputs.dv, self.smem.value_and_dv, dv)
-        # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
-        plgpu.barrier_arrive(self.barriers.kv_products_issued)
-        plgpu.barrier_wait(self.barriers.kv_products_issued)
+        if self.spec.sizes.team_size > 1:
+            # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
+            plgpu.barrier_arrive(self.barriers.kv_products_issued)
+            plgpu.barrier_wait(self.barriers.kv_products_issued)
         last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
         store(last[0], self.smem.key_and_dk, last[1])
 
     def _clear_keys(self, work_tile: BackwardWorkTile) -> None:
         """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
-        begin, end = work_tile["begin"], work_tile["end"]
+        begin, end, sizes = work_tile["begin"], work_tile["end"], self.spec.sizes
 
-        @pl.when((begin > 0) | (end < WARPGROUPS * PANEL))
+        @pl.when((begin > 0) | (end < sizes.tile_kv))
         def _() -> None:
-            for wg in range(WARPGROUPS):
-                clear_rows(self.smem.key.at[wg], begin - wg * PANEL, end - wg * PANEL)
+            for rank in range(sizes.team_size):
+                wg = rank if sizes.teams == 1 else self.team
+                clear_rows(self.smem.key.at[wg], begin - rank * PANEL, end - rank * PANEL)
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:

@@ -175,7 +175,7 @@ class DkDvScores:
         mask: KernelMask | None,
         score_mod: KernelScoreMod | None,
         columns_s: Ref,
-        wg: Scalar,
+        rank: Scalar,
         spec: BackwardSpec,
     ):
         """Create the functions of a warpgroup.
@@ -184,11 +184,11 @@ class DkDvScores:
             mask: Mask of partial tiles, with references to its arrays, or None.
             score_mod: Score function, with references to its arrays, or None.
             columns_s: Shared memory for the indices of the queries within a tile, f32 [tile_q].
-            wg: Index of the warpgroup.
+            rank: Index of the warpgroup among those of its work tile.
             spec: Static description of the kernel.
         """
         self.mask, self.score_mod = mask, score_mod
-        self.columns_s, self.wg, self.spec = columns_s, wg, spec
+        self.columns_s, self.rank, self.spec = columns_s, rank, spec
 
     def store_columns(self) -> None:
         """Store the column indices in shared memory."""
@@ -269,7 +269,7 @@ class DkDvScores:
         # Without the mask, each key is visible to a contiguous range of queries.
         work_tile = tile.work_tile
         first, seq_len = work_tile["first_position"], work_tile["seq_len"]
-        row = self._rows() + self.wg * PANEL
+        row = self._rows() + self.rank * PANEL
         first_query, end_query = visible_query_range(
             self.spec.score, row + work_tile["key_position"], first, seq_len
         )
@@ -290,7 +290,7 @@ class DkDvScores:
         return TransposedPairTile(
             head=tile.head,
             first_query=tile.work_tile.position(tile.tile_index),
-            first_key=tile.work_tile["key_position"] + self.wg * PANEL,
+            first_key=tile.work_tile["key_position"] + self.rank * PANEL,
             columns=self._columns,
             shape=self.spec.s_shape,
             interpret=self.spec.interpret,
@@ -298,7 +298,7 @@ class DkDvScores:
 
     def _score_tile(self, tile: QueryTile) -> ScoreTile:
         """Return the pairs of the tile as a score function takes them."""
-        tile_q, first_key = self.spec.sizes.tile_q, tile.work_tile["key_position"] + self.wg * PANEL
+        tile_q, first_key = self.spec.sizes.tile_q, tile.work_tile["key_position"] + self.rank * PANEL
 
         def columns() -> Columns:
             return plgpu.broadcasted_iota(jnp.int32, (tile_q,), 0, layout=COLUMN)
@@ -316,7 +316,7 @@ class DkDvScores:
         )
 
     def _positions(self, tile: QueryTile) -> Rows:
-        return self._rows() + (tile.work_tile["key_position"] + self.wg * PANEL)
+        return self._rows() + (tile.work_tile["key_position"] + self.rank * PANEL)
 
     def _rows(self) -> Rows:
         return plgpu.broadcasted_iota(jnp.int32, (PANEL,), 0, layout=ROW)

@@ -13,6 +13,9 @@ computing warpgroups does:
     await dP; arrive v_free[s]
     dS(i) = P (dP - delta), during dQ
     await dQ; arrive k_free[s'], s' of tile i - 1
+
+Under a mask of small blocks, each warpgroup is a team with its own work tiles of 64 rows, pipeline stages and
+loading warp, so that it visits only the keys that its own rows select.
 """
 
 import functools
@@ -73,12 +76,12 @@ def smem_and_barrier_types(spec: PrefillSpec) -> tuple[DqSmem, PrefillBarriers]:
     num_chunks = head.num_chunks
     # Shared memory and barriers of varlen_prefill, except for the values' stages and the dO that comes with
     # queries.
-    values = swizzled_smem((num_values, num_chunks, sizes.tile_kv, head.width), spec.dtype)
+    values = swizzled_smem((sizes.teams * num_values, num_chunks, sizes.tile_kv, head.width), spec.dtype)
     attention_smem = smem_types(spec)._replace(alibi=None, v=values)
     dout = swizzled_smem((sizes.warpgroups, sizes.query_buffers, num_chunks, M, head.width), spec.dtype)
     barriers = barrier_types(spec)._replace(
-        v_full=plgpu.Barrier(num_arrivals=spec.num_copies, num_barriers=num_values),
-        v_free=plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=num_values),
+        v_full=plgpu.Barrier(num_arrivals=spec.num_copies, num_barriers=sizes.teams * num_values),
+        v_free=plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=sizes.teams * num_values),
         q_full=plgpu.Barrier(
             num_arrivals=2 * num_chunks + 1, num_barriers=sizes.warpgroups * sizes.query_buffers
         ),
@@ -98,8 +101,9 @@ def dq_body(inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, 
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            loader = DqLoader(inputs, smem, barriers, spec)
-            pl.when(warp == 0)(functools.partial(loader.load_all, scheduler))
+            for team in range(spec.sizes.teams):
+                loader = DqLoader(inputs, smem, barriers, spec, team)
+                pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
 
     @pl.when(wg < num_computing)
     def _() -> None:

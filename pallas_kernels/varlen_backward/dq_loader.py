@@ -33,8 +33,8 @@ def num_value_stages(spec: PrefillSpec) -> int:
 class DqKvPipeline(KvPipeline):
     """Pipeline of keys and values with separate numbers of stages."""
 
-    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, spec: PrefillSpec):
-        super().__init__(smem, barriers, spec.sizes, 0)
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, spec: PrefillSpec, team: Scalar | int):
+        super().__init__(smem, barriers, spec.sizes, team)
         self.num_values = num_value_stages(spec)
 
     def value_stage(self, step: Scalar) -> Scalar:
@@ -74,9 +74,11 @@ class DqLoader(PrefillLoader):
 
     pipeline: DqKvPipeline
 
-    def __init__(self, inputs: DqInputs, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
-        super().__init__(inputs.attention, smem.attention, barriers, spec, 0)
-        self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
+    def __init__(
+        self, inputs: DqInputs, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec, team: int
+    ):
+        super().__init__(inputs.attention, smem.attention, barriers, spec, team)
+        self.pipeline = DqKvPipeline(smem.attention, barriers, spec, team)
         kv, (keys, values) = inputs.attention.kv, self.pipeline.loaded
         self.streams = KvStream(kv.k, keys, kv.k_tail), KvStream(kv.v, values, kv.v_tail)
         self.dout, self.dout_s = inputs.dout, smem.dout
@@ -100,9 +102,13 @@ class DqLoader(PrefillLoader):
             self.wait_for_queries(rounds)
 
     def load_outputs(self, out: TokenRows, work_tile: PrefillWorkTile, step: Scalar) -> None:
-        """Load the first warpgroup's outputs into a stage of keys, the second's into one of values."""
-        head = self.spec.shape.head
-        for rank, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
+        """Load the first warpgroup's outputs into a stage of keys, the second's into one of values.
+
+        In a team of one warpgroup, both stages hold the same outputs.
+        """
+        head, team_size = self.spec.shape.head, self.spec.sizes.team_size
+        for position, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
+            rank = min(position, team_size - 1)
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
             first_row = jnp.maximum(work_tile.column("first_row") + rank * M, 0)
             # As many copies as a tile of keys, for which the barrier counts. Both have M rows.
@@ -137,5 +143,5 @@ class DqLoader(PrefillLoader):
             first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0))
             for chunk in range(head.num_chunks):
                 index = (work_tile.head, *head.gmem_index(chunk, iteration * 0))
-                to, full = self.dout_s.at[rank, buffer, chunk], queries.full.at[queries.barrier(buffer)]
+                to, full = self.dout_s.at[queries.wg, buffer, chunk], queries.full.at[queries.barrier(buffer)]
                 copy_rows(self.dout, first_row, index, to, full, num_rows=M)

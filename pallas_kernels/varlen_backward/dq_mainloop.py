@@ -44,17 +44,19 @@ class DqMainloop:
 
     def __init__(self, inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         self.wg = wg = lax.axis_index("warpgroup")
+        # The warpgroups of a team share a work tile: 64 rows each, from rank * 64 on.
+        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.dq, self.smem, self.spec = inputs, dq, smem, spec
         self.queries = QueryBuffers(smem.attention, barriers, spec.sizes, wg)
-        self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
+        self.pipeline = DqKvPipeline(smem.attention, barriers, spec, self.team)
         # dQ multiplies keys, as P V multiplies values: a gradient of 0 does not hide their NaNs.
         self.keys = ValueTiles(self.pipeline.keys, self.pipeline, spec)
         attention, columns_s = inputs.attention, smem.attention.columns.at[wg]
         self.scores = DqScores(attention.mask, attention.score_mod, columns_s, spec)
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
-        """Compute all work tiles of the thread block."""
-        rounds, tile_index = scheduler.assignment(0)
+        """Compute all work tiles of the team."""
+        rounds, tile_index = scheduler.assignment(self.team)
         self.scores.store_columns()
         plgpu.commit_smem()
 
@@ -64,7 +66,7 @@ class DqMainloop:
             plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
             work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.columns.at[buffer])
             slopes = self.inputs.attention.slopes
-            rows = QueryRows(work_tile, self.wg, slopes, self.spec)
+            rows = QueryRows(work_tile, self.rank, slopes, self.spec)
             self.compute_work_tile(rows, buffer, iteration, step)
             return step + self.inputs.num_output_steps + work_tile.num
 
@@ -77,7 +79,7 @@ class DqMainloop:
         Args:
             rows: Query rows of the warpgroup.
             buffer: Index of the buffer that holds their queries.
-            iteration: Number of the work tile among those of the thread block.
+            iteration: Number of the work tile among those of the team.
             step: Number of pipeline steps before this work tile.
         """
         queries = self.queries
@@ -299,7 +301,10 @@ class DqMainloop:
             return sum(products[1:], start=products[0]).sum(axis=1)
 
         # The first warpgroup's outputs are in a stage of keys, the second's in one of values.
-        delta = lax.cond(self.wg == 0, lambda: row_sum(0), lambda: row_sum(1))
+        if self.spec.sizes.team_size == 1:
+            delta = row_sum(0)
+        else:
+            delta = lax.cond(self.rank == 0, lambda: row_sum(0), lambda: row_sum(1))
         # All threads must have read the stages before TMA refills them.
         plgpu.commit_smem()
         for buffers, stage, _ in self.pipeline.kv_stages(step):

@@ -149,7 +149,7 @@ def varlen_backward(
         )  # fmt: skip
     needed = schedule_key(kv_tokens, kv_heads, score, sizes, tokens)
     require_built_for("schedule", schedule.built_for, needed)
-    rows, meaning = max_tiles(kv_tokens, reqs), f"{kv_tokens} keys of {reqs} requests"
+    rows, meaning = max_tiles(kv_tokens, reqs, sizes.tile_kv), f"{kv_tokens} keys of {reqs} requests"
     require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
     dq_block_size = None
     if lists is not None:

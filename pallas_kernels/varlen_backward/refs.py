@@ -87,16 +87,16 @@ class DkDvSmem(NamedTuple):
             same memory: the first is swizzled, the second is not.
         value_and_dv: Values and dv, like `key_and_dk`; None if only dv is computed, which then replaces the
             keys.
-        query: Stages of queries [stages, panels, tile_q, 64], swizzled.
+        query: Stages of queries [teams * stages, panels, tile_q, 64], swizzled.
         dout: Stages of dO, like `query` but with dout_stages.
-        stats_and_columns: Stages of row statistics, f32 [dout_stages + 1, 2, tile_q]; the extra last one
-            holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
+        stats_and_columns: Stages of row statistics, f32 [teams * dout_stages + 1, 2, tile_q]; the extra last
+            one holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
             compiler gives each 1 kB, which heads of 256 do not leave.
         ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query panels, 64, 64],
             swizzled; None if this kernel adds no dq and its matrix products read dS from registers.
         dq: Blocks of dQ that TMA adds to global memory, f32 [warpgroups, dq_blocks, 64, 64], swizzled; None
             with a dq kernel.
-        tile_columns: The work tile's row of the schedule's table [columns].
+        tile_columns: The row of each team's work tile in the schedule's table [teams, columns].
         p: Probabilities [warpgroups, query panels, 64, 64] if the matrix product cannot read registers; else
             None.
     """
@@ -146,17 +146,18 @@ class WarpDkDvSmem(NamedTuple):
 
 
 class DkDvBarriers(NamedTuple):
-    """Barriers between the loading warp and the computing warpgroups; see the figure in dkdv_kernel.py.
+    """Barriers between the loading warps and the computing warpgroups; see the figure in dkdv_kernel.py.
 
     Attributes:
-        kv_full: Keys, values and table columns of a work tile have arrived.
+        kv_full: Keys, values and table columns of a work tile have arrived [teams].
         kv_free: Keys and values have been read, and the gradients that replaced them have been copied to
-            global memory.
-        kv_products_issued: Both warpgroups have issued their last product with a work tile's keys.
-        q_full: Queries have arrived [stages].
-        q_free: Both warpgroups have read the queries [stages].
-        dout_full: dO and the row statistics have arrived [dout_stages].
-        dout_free: Both warpgroups have read dO and the row statistics [dout_stages].
+            global memory [teams].
+        kv_products_issued: Both warpgroups have issued their last product with a work tile's keys; not used
+            by teams of one warpgroup.
+        q_full: Queries have arrived [teams * stages].
+        q_free: All warpgroups of a team have read the queries [teams * stages].
+        dout_full: dO and the row statistics have arrived [teams * dout_stages].
+        dout_free: All warpgroups of a team have read dO and the row statistics [teams * dout_stages].
         ds_full: Both warpgroups have stored the dS of a step and multiplied the dS of the previous step [2].
     """
 

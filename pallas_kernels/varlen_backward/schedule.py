@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int32
 from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
+from pallas_kernels.varlen_backward.sizes import BackwardSizes
 from pallas_kernels.varlen_prefill import PrefillSchedule
 from pallas_kernels.varlen_prefill import make_schedule as make_prefill_schedule
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
@@ -89,9 +89,9 @@ def schedule_key(
     return BackwardScheduleKey(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.dq_sizes else None)
 
 
-def max_tiles(kv_tokens: int, reqs: int) -> int:
+def max_tiles(kv_tokens: int, reqs: int, tile_kv: int) -> int:
     """Return an upper bound on the key tiles of `reqs` requests with `kv_tokens` keys in total."""
-    return (kv_tokens + (ALIGN - 1) * reqs) // TILE_KV + reqs
+    return (kv_tokens + (ALIGN - 1) * reqs) // tile_kv + reqs
 
 
 def make_schedule(
@@ -122,22 +122,22 @@ def make_schedule(
     Raises:
         ValueError: If `sizes` has a dq kernel and num_tokens is None.
     """
-    reqs = seq_lens.shape[0]
+    reqs, tile_kv = seq_lens.shape[0], sizes.tile_kv
     starts, keys = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
     kv_starts = kv_start_loc.astype(jnp.int32)
     store_ends = jnp.concatenate([kv_starts[1:], jnp.full((1,), kv_tokens, jnp.int32)])
     aligned = kv_starts // ALIGN * ALIGN
-    counts = jnp.where(store_ends > kv_starts, (store_ends - aligned + TILE_KV - 1) // TILE_KV, 0)
+    counts = jnp.where(store_ends > kv_starts, (store_ends - aligned + tile_kv - 1) // tile_kv, 0)
     last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
-    number = jnp.arange(max_tiles(kv_tokens, reqs), dtype=jnp.int32)
+    number = jnp.arange(max_tiles(kv_tokens, reqs, tile_kv), dtype=jnp.int32)
     req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     is_valid = req < reqs
     req = jnp.minimum(req, reqs - 1)
     index = number - (last_tiles - counts)[req]
-    first_key_row = aligned[req] + index * TILE_KV
+    first_key_row = aligned[req] + index * tile_kv
 
     def in_tile(row: Int[Array, " reqs"]) -> Int[Array, " tiles"]:
-        return jnp.clip(row[req] - first_key_row, 0, TILE_KV)
+        return jnp.clip(row[req] - first_key_row, 0, tile_kv)
 
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
@@ -145,7 +145,7 @@ def make_schedule(
     alignment_offset = starts[:-1] % ALIGN
     query_position = first_position - alignment_offset
     tiles = visible_query_tiles(
-        score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < TILE_KV,
+        score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < tile_kv,
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
     columns = [

@@ -7,10 +7,10 @@ from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.memory import PANEL, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import ARCHITECTURES, WARP_RESERVED_BYTES
-from pallas_kernels.varlen_prefill import PrefillSizes
+from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, MaskBlocks, PrefillSizes
 
-WARPGROUPS = 2  # computing warpgroups, each with half of a tile's keys
-TILE_KV = PANEL * WARPGROUPS
+WARPGROUPS = 2  # computing warpgroups
+WARPGROUP_KEYS = PANEL  # keys of a work tile that each of them computes
 MAX_FUSED_DIM = 128  # wider heads leave no registers for both dk and dv
 
 
@@ -31,6 +31,8 @@ class BackwardSizes:
             total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
         warpgroups: Computing warpgroups of the dk/dv kernels, with 64 keys each: 2; 1 or 2 with
             per_warp_mma. With 1, a thread block computes half of a work tile.
+        teams: Teams that the warpgroups of the dk/dv kernel form: 1, or 2 with dq_sizes. With 2, each
+            warpgroup has its own work tiles of 64 keys, and `stages` of its own.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
             next one when it is done: on an H200, a persistent grid was 11 % slower at 8 x 2k and
             10 % at 1 x 16k.
@@ -42,6 +44,7 @@ class BackwardSizes:
     dq_sizes: PrefillSizes | None = None
     separate_dk_dv: bool = False
     warpgroups: int = WARPGROUPS
+    teams: int = 1
     ctas: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +52,10 @@ class BackwardSizes:
         require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require_one_of("warpgroups", self.warpgroups, (1, 2) if self.per_warp_mma else (WARPGROUPS,))
+        has_teams = self.dq_sizes is not None and not (self.per_warp_mma or self.separate_dk_dv)
+        require_one_of("teams", self.teams, (1, WARPGROUPS) if has_teams else (1,))
+        if self.teams > 1:
+            require_one_of("stages", self.stages, (2, 4))
         if self.per_warp_mma:
             require_one_of("stages", self.stages, (1, 2))
         else:
@@ -58,7 +65,7 @@ class BackwardSizes:
                 "separate_dk_dv=True requires dq_sizes, the sizes of a dq kernel. Pass dq_sizes."
             )
         if self.dq_sizes is not None:
-            for name in ("teams", "pack_gqa", "max_splits"):
+            for name in ("pack_gqa", "max_splits", *(["teams"] if self.separate_dk_dv else [])):
                 value = getattr(self.dq_sizes, name)
                 require(value == 1, f"dq_sizes.{name}", "be 1", value)
 
@@ -66,6 +73,16 @@ class BackwardSizes:
     def per_warp_mma(self) -> bool:
         """Return whether warps multiply by mma.sync and load by cp.async; see PrefillSizes.per_warp_mma."""
         return self.dq_sizes is not None and self.dq_sizes.per_warp_mma
+
+    @property
+    def team_size(self) -> int:
+        """Return the number of warpgroups that share a work tile of the dk/dv kernel."""
+        return WARPGROUPS // self.teams
+
+    @property
+    def tile_kv(self) -> int:
+        """Return the number of keys per work tile of the dk/dv kernel."""
+        return self.team_size * WARPGROUP_KEYS
 
     @property
     def parts(self) -> int:
@@ -108,6 +125,16 @@ DQ_KERNEL_TABLE = {
     2: BackwardSizes(tile_q=64, stages=3, dq_sizes=PrefillSizes(tile_kv=64, stages=3)),
     3: BackwardSizes(separate_dk_dv=True, dq_sizes=PrefillSizes(tile_kv=64, query_buffers=1)),
     4: BackwardSizes(separate_dk_dv=True, dq_sizes=PrefillSizes(tile_kv=64, query_buffers=1)),
+}
+# Sizes for masks of blocks that are smaller than the tiles of DQ_KERNEL_TABLE, which hold 128 keys (dk/dv
+# kernel) or 128 queries (dq kernel). Each warpgroup is a team with its own lists.
+KEY_TEAMS_TABLE = {
+    1: BackwardSizes(tile_q=64, stages=4, teams=2, dq_sizes=DQ_KERNEL_TABLE[1].dq_sizes),
+    2: BackwardSizes(tile_q=64, stages=2, teams=2, dq_sizes=DQ_KERNEL_TABLE[2].dq_sizes),
+}
+QUERY_TEAMS_TABLE = {
+    1: PrefillSizes(tile_kv=64, stages=4, teams=2),
+    2: PrefillSizes(tile_kv=64, stages=2, teams=2, query_buffers=1),
 }
 
 
@@ -184,7 +211,13 @@ def _estimate_sizes(gpu: str, padded_dim: int) -> BackwardSizes:
 
 
 def default_layer_sizes(
-    head_dim: int, score: Score, *, mean_len: int, deterministic: bool, gpu: str = "9.0"
+    head_dim: int,
+    score: Score,
+    *,
+    mean_len: int,
+    deterministic: bool,
+    blocks: MaskBlocks | None = None,
+    gpu: str = "9.0",
 ) -> BackwardSizes:
     """Return the default sizes for a layer.
 
@@ -193,7 +226,28 @@ def default_layer_sizes(
         score: Mask of the layer.
         mean_len: Mean number of tokens per request; 0 if queries attend to few keys in any case.
         deterministic: Whether all gradients must be bitwise reproducible.
+        blocks: Blocks of the mask: tiles are no larger if possible; None for no blocks.
         gpu: Compute capability that the kernels are built for.
     """
     mean_keys = mean_visible_keys(score, mean_len)
-    return default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_keys, gpu=gpu)
+    sizes = default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_keys, gpu=gpu)
+    if blocks is None or head_dim > MAX_FUSED_DIM or not ARCHITECTURES[gpu].has_wgmma:
+        return sizes
+    return _sizes_for_blocks(sizes, blocks, -(-head_dim // PANEL))
+
+
+def _sizes_for_blocks(sizes: BackwardSizes, blocks: MaskBlocks, panels: int) -> BackwardSizes:
+    """Return the sizes, with a team per warpgroup in the kernels whose tiles would hold several blocks.
+
+    Twice as many keys or queries are then loaded per product, which pays only if a tile of half the size
+    visits fewer of them. Under masks of single pairs it visits almost as many.
+    """
+    has_small_queries, has_small_keys = (
+        any(min(LIST_BLOCK_SIZES) <= size < WARPGROUPS * PANEL for size in block_sizes)
+        for block_sizes in (blocks.queries, blocks.keys)
+    )
+    if has_small_keys:
+        sizes = KEY_TEAMS_TABLE[panels]
+    elif has_small_queries:
+        sizes = DQ_KERNEL_TABLE[panels]
+    return dataclasses.replace(sizes, dq_sizes=QUERY_TEAMS_TABLE[panels]) if has_small_queries else sizes

@@ -102,10 +102,13 @@ class BackwardSpec:
         only_dk = self.computes == ComputedGrads(dk=True, dv=False)
         return 1 if self.num_head_panels > 3 and only_dk else self.sizes.stages
 
-    def step_stages(self, step: Scalar) -> QueryStages:
-        """Return the indices of the stages that hold the queries and dO of a step."""
-        query = lax.rem(step, jnp.int32(self.sizes.stages))
-        return QueryStages(query, lax.rem(step, jnp.int32(self.dout_stages)))
+    def step_stages(self, step: Scalar, team: Scalar | int) -> QueryStages:
+        """Return the indices of the stages that hold the queries and dO of a team's step."""
+        stages, dout_stages = self.sizes.stages, self.dout_stages
+        if self.sizes.teams == 1:
+            return QueryStages(lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(dout_stages)))
+        stage = team * stages + (step & (stages - 1))
+        return QueryStages(stage, stage)
 
     @property
     def num_head_panels(self) -> int:
@@ -117,9 +120,9 @@ class BackwardSpec:
         """Whether list entries say which warpgroup needs a tile.
 
         This holds only for kernels that do not add up dq: for dq, a warpgroup that skips a tile would have to
-        wait for the other one.
+        wait for the other one. Warpgroups with their own work tiles have their own lists.
         """
-        return self.has_lists and not self.adds_dq
+        return self.has_lists and not self.adds_dq and self.sizes.teams == 1
 
     @property
     def s_shape(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pallas_kernels.varlen_backward.schedule import (
     BackwardScheduleKey,
     order_work_tiles,
 )
-from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
+from pallas_kernels.varlen_backward.sizes import BackwardSizes
 from pallas_kernels.varlen_prefill import KernelMask, PrefillTileLists
 
 
@@ -29,8 +29,9 @@ class BackwardTileLists(NamedTuple):
     Attributes:
         order: Work tiles in processing order, see BackwardSchedule.order.
         entries: One list of query tiles per key tile and query head: partial tiles, then full ones. Elements
-            after the end of a list are undefined. With a dq kernel, bit QUERY_BLOCK_SHIFT + w says whether
-            the query tile attends to the 64 keys of warpgroup w; if not, that warpgroup skips the tile.
+            after the end of a list are undefined. With a dq kernel and one team, bit QUERY_BLOCK_SHIFT + w
+            says whether the query tile attends to the 64 keys of warpgroup w; if not, that warpgroup skips
+            the tile.
         num_partial: Number of partial tiles in each list.
         num_full: Number of full tiles in each list.
         dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.
@@ -101,7 +102,7 @@ def make_tile_lists(
 
 def keys_per_code(sizes: BackwardSizes) -> int:
     """Return the number of keys per tile code: 64 (one warpgroup's) with a dq kernel, else 128."""
-    return TILE_KV if sizes.dq_sizes is None else PANEL
+    return sizes.tile_kv if sizes.dq_sizes is None else PANEL
 
 
 def _transpose_codes(
@@ -122,7 +123,7 @@ def _transpose_codes(
 
     def coverage(begin: int) -> tuple[Array, Array]:
         """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""
-        number = (column("number") * TILE_KV + begin) // num_keys
+        number = (column("number") * sizes.tile_kv + begin) // num_keys
         exists = in_request & (number < codes.shape[2])[:, None]
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
         tile_codes = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
@@ -130,7 +131,7 @@ def _transpose_codes(
         is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys[:, None])[:, :, None]
         return is_visible, is_full
 
-    visible, full = zip(*map(coverage, range(0, TILE_KV, num_keys)), strict=True)
+    visible, full = zip(*map(coverage, range(0, sizes.tile_kv, num_keys)), strict=True)
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
     is_visible = functools.reduce(operator.or_, visible)
     key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())

@@ -87,15 +87,17 @@ class BackwardWorkTile:
 
 
 class BackwardTileScheduler:
-    """Assignment of the work tiles of a call to thread blocks."""
+    """Assignment of the work tiles of a call to thread blocks, or to their teams of warpgroups."""
 
     def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: BackwardSpec):
         self.schedule, self.ctas, self.spec = schedule, ctas, spec
         self.num_work_tiles = schedule.num_valid[0] * spec.kv_heads
 
-    def assignment(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """Return the number of work tiles of this thread block, and a function from round to work tile."""
-        rounds, position = alternating_rounds(self.num_work_tiles, lax.axis_index("cta"), self.ctas)
+    def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
+        """Return the number of work tiles of a team, and a function from round to work tile."""
+        teams = self.spec.sizes.teams
+        worker = lax.axis_index("cta") * teams + team
+        rounds, position = alternating_rounds(self.num_work_tiles, worker, self.ctas * teams)
         return rounds, lambda r: self.schedule.order[position(r)]
 
     def assignment_of_parts(self) -> tuple[Scalar, Callable[[Scalar], tuple[Scalar, Scalar]]]:

@@ -169,7 +169,7 @@ class WarpDkDvMainloop:
         """
         if not self.spec.has_warpgroup_bits:
             return self.add_tile(scores, tile, step, next_step, sums)
-        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + scores.wg) & 1 != 0
+        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + scores.rank) & 1 != 0
 
         def skip() -> DkDvSums:
             stage = self.pipeline.wait_first(tile, step)

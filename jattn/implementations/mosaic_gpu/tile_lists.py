@@ -35,8 +35,6 @@ from pallas_kernels.varlen_prefill import (
     num_query_blocks,
 )
 
-WARPGROUP_KEYS = backward.TILE_KV // backward.WARPGROUPS  # Keys that varlen_backward masks at once.
-
 
 class MaskBounds(NamedTuple):
     """Static bounds of the call of a kernel over tile lists.
@@ -209,7 +207,7 @@ def backward_tiling(spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_
     """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask."""
     num_heads = spec.num_q_heads, spec.num_kv_heads
     return KernelTiling(
-        num_heads, sizes.tile_q, WARPGROUP_KEYS, max_seq_len, is_packed=True, has_key_rows=True
+        num_heads, sizes.tile_q, backward.WARPGROUP_KEYS, max_seq_len, is_packed=True, has_key_rows=True
     )
 
 
@@ -299,10 +297,11 @@ def backward_sizes(
         mean_len: Mean number of queries per request.
         gpu: Compute capability that the kernels are built for.
     """
-    mean_len = 0 if mask is not None and mask.skips_most_tiles else mean_len
-    score, deterministic = score_of(spec), spec.deterministic
+    score, deterministic, blocks = score_of(spec), spec.deterministic, None
+    if mask is not None and mask.skips_most_tiles:
+        mean_len, blocks = 0, mask_blocks(mask, spec)
     return backward.default_layer_sizes(
-        spec.head_dim, score, mean_len=mean_len, deterministic=deterministic, gpu=gpu
+        spec.head_dim, score, mean_len=mean_len, deterministic=deterministic, blocks=blocks, gpu=gpu
     )
 
 
@@ -344,9 +343,9 @@ def plan_backward_mask(
     lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
     dkdv_mask, dq_mask = kernel_mask(mask, backward_tiling(spec, sizes, max_seq_len)), None
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
-        # Several blocks per tile spill 124 bytes for heads of 64, whose tiles have 128 keys, and 264 for
-        # heads of 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
-        has_registers = sizes.dq_sizes.tile_kv == WARPGROUP_KEYS and spec.head_dim <= 128
+        # Several blocks per tile spill 124 bytes in tiles of 128 keys, for heads of 64, and 264 for heads of
+        # 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
+        has_registers = sizes.dq_sizes.tile_kv == backward.WARPGROUP_KEYS and spec.head_dim <= 128
         packs_blocks = packs_blocks and has_registers
         size = packed_block_size(mask, spec, sizes.dq_sizes, bounds) if packs_blocks else None
         size = None if size is None else max(size, WORD_BITS)

@@ -9,7 +9,7 @@ import numpy as np
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, plan_backward_mask
+from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import KERNELS, kernel_architecture, why_not_backward
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
@@ -40,12 +40,13 @@ def case(head_dim, dtype, *, tokens=8192, has_alibi=False, sizes=None, **score):
     return lambda arrays: run(**arrays), (arrays,)
 
 
-def listed_case(head_dim, mask, *, deterministic=False):
+def listed_case(head_dim, mask, *, deterministic=False, sizes=None):
     """Return a kernel over tile lists, as attention under a mask of jattn uses them."""
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
-    sizes = default_sizes(head_dim, deterministic=deterministic, gpu=kernel_architecture())
+    if sizes is None:
+        sizes = default_sizes(head_dim, deterministic=deterministic, gpu=kernel_architecture())
     layer_options = {"score": Score(scale=0.1), "sizes": sizes}
 
     def run(arrays, mask):
@@ -89,4 +90,18 @@ def aot_cases():
     cases |= {f"d{dim}-key_ranges": listed_case(dim, ranges) for dim in (64, 128)}
     blocks = np.arange(32 * 64 * 256).reshape(32, 64, 256) % 7 == 0
     packed = masks.BlockMask(blocks=blocks, block_q=128, block_kv=32)
-    return cases | {"d128-two_kernels-blocks_32": listed_case(128, packed, deterministic=True)}
+    cases |= {"d128-two_kernels-blocks_32": listed_case(128, packed, deterministic=True)}
+    return cases | {f"d{dim}-small_blocks_{size}": small_blocks(dim, size) for dim, size in SMALL_BLOCKS}
+
+
+SMALL_BLOCKS = [(128, 64), (128, 32), (64, 64), (64, 32), (80, 64), (112, 16)]
+
+
+def small_blocks(head_dim, size):
+    """Return a kernel over tile lists of a mask with blocks smaller than 128 x 128, with the sizes for it."""
+    count = 8192 // size
+    blocks = np.arange(32 * count**2).reshape(32, count, count) % 7 == 0
+    mask = masks.BlockMask(blocks=blocks, block_q=size, block_kv=size)
+    spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
+    sizes = backward_sizes(mask, spec, mean_len=0, gpu=kernel_architecture())
+    return listed_case(head_dim, mask, sizes=sizes)

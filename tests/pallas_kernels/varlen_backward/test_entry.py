@@ -369,7 +369,7 @@ class TestRefusals:
                 varlen_backward(**arguments, schedule=schedule)
         starts, kv_starts = jnp.asarray([0, 8, 16]), jnp.asarray([0, 8])
         schedule = make_schedule(starts, jnp.asarray([8, 8]), kv_starts, **static)
-        assert schedule.table.shape[0] == max_tiles(16, 2) == 2
+        assert schedule.table.shape[0] == max_tiles(16, 2, 128) == 2
         with pytest.raises(ValueError, match=r"schedule.table must have .* got \(2, 32\)"):
             varlen_backward(**arguments, schedule=schedule)
 
@@ -429,7 +429,12 @@ class TestRefusals:
             ({"stages": 1}, "stages must be at least 2, got 1"),
             ({"ctas": 0}, "ctas must be positive, got 0"),
             ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
-            ({"dq_sizes": PrefillSizes(teams=2)}, "dq_sizes.teams must be 1, got 2"),
+            (
+                {"dq_sizes": PrefillSizes(teams=2), "separate_dk_dv": True},
+                "dq_sizes.teams must be 1, got 2",
+            ),
+            ({"teams": 2}, "teams must be one of 1, got 2"),
+            ({"teams": 2, "stages": 3, "dq_sizes": PrefillSizes()}, "stages must be one of 2, 4, got 3"),
             ({"separate_dk_dv": True}, r"separate_dk_dv=True requires dq_sizes"),
         ],
     )
@@ -452,7 +457,8 @@ def compiled():
 def kernel_names(name):
     if name.startswith(("d192", "d256")):
         return [f"varlen_backward_{output}" for output in ("keys", "queries", "values")]
-    return ["varlen_backward", "varlen_backward_queries"][: 1 + ("two_kernels" in name)]
+    has_two = "two_kernels" in name or "small_blocks" in name
+    return ["varlen_backward", "varlen_backward_queries"][: 1 + has_two]
 
 
 class TestAheadOfTime:

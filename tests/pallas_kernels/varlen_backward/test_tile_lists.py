@@ -33,7 +33,8 @@ from pallas_kernels.varlen_backward import (
     varlen_backward,
 )
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
-from tests import aot
+from pallas_kernels.varlen_prefill import PrefillSizes
+from tests import aot, assertions
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
 from tests.pallas_kernels.varlen_backward.test_entry import plain_arguments, two_kernels
 
@@ -42,10 +43,12 @@ LENS = (150, 0, 3, 270)
 RNG = np.random.default_rng(0)
 DOCUMENTS = np.cumsum(RNG.random((4, 300)) < 0.02, axis=1).astype(np.int32)
 WIDE, FINE = RNG.random((4, 2, 3, 3)) < 0.5, RNG.random((2, 24, 24)) < 0.3
+MIDDLE = np.random.default_rng(2).random((4, 2, 5, 5)) < 0.4
 TALL = np.random.default_rng(1).random((2, 3, 10)) < 0.4
 VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
 PAIRS = RNG.random((2, 300, 300)) < 0.3
 odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
+BLOCKS_OF_64 = masks.BlockMask(blocks=MIDDLE, block_q=64, block_kv=64)
 MASKS = {
     "blocks_of_128": masks.BlockMask(blocks=WIDE, block_q=128, block_kv=128),
     "blocks_of_16": masks.BlockMask(blocks=FINE, block_q=16, block_kv=16),
@@ -58,13 +61,19 @@ MASKS = {
     "formula": masks.MaskFunction(odd),
     "pairs": masks.BlockMask(blocks=PAIRS, block_q=1, block_kv=1),
 }
+TEAM_CASES = [
+    ("blocks_of_64", 128),
+    *[pytest.param("blocks_of_64", dim, marks=pytest.mark.slow) for dim in (64, 80)],
+    *[pytest.param(name, 128, marks=pytest.mark.slow) for name in ("blocks_of_16", "blocks_of_32")],
+]
 
 
 def problem_of(name, *, head_dim=64, lens=LENS, **changes):
     score = Score(scale=head_dim**-0.5, **changes)
     setting = Setting(
-        query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim, mask=MASKS[name], gap=0
-    )
+        query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim,
+        mask=BLOCKS_OF_64 if name == "blocks_of_64" else MASKS[name], gap=0,
+    )  # fmt: skip
     return BackwardProblem(setting)
 
 
@@ -99,6 +108,18 @@ def grads_of(problem, **options):
     return jitted(problem, **options)()
 
 
+def sizes_for(problem):
+    """Return the default sizes for the problem's mask."""
+    (q_heads, kv_heads), head_dim = problem.setting.heads, problem.setting.head_dim
+    spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    return backward_sizes(problem.setting.mask, spec, mean_len=100)
+
+
+def one_block(sizes):
+    """Return the sizes with one thread block."""
+    return dataclasses.replace(sizes, ctas=1, dq_sizes=dataclasses.replace(sizes.dq_sizes, ctas=1))
+
+
 class TestContract:
     @pytest.mark.parametrize(
         "name", [pytest.param("blocks_of_128", marks=pytest.mark.slow), "vertical_slash", "formula", "pairs"]
@@ -130,6 +151,25 @@ class TestContract:
         assert packed_block_size(problem.setting.mask, spec, sizes.dq_sizes, bounds) == keys
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
+    @pytest.mark.parametrize(("name", "head_dim"), TEAM_CASES)
+    def test_teams_of_one_warpgroup_equal_float64(self, name, head_dim):
+        problem = problem_of(name, head_dim=head_dim, lens=(70, 0, 3, 150))
+        sizes = one_block(sizes_for(problem))
+        assert sizes.teams == 2
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
+    def test_teams_of_one_warpgroup_have_no_races(self):
+        """Several work tiles per team; no row is cleared or stored by two of them."""
+        score = Score(scale=0.1)
+        setting = Setting(
+            query_lens=(320,), seq_lens=(320,), score=score, head_dim=128, mask=BLOCKS_OF_64, gap=0
+        )
+        problem = BackwardProblem(setting)
+        sizes, interpret = one_block(sizes_for(problem)), plgpu.InterpretGPUParams(detect_races=True)
+        run = jitted(problem, sizes=sizes, interpret=interpret)
+        with assertions.assert_no_races(num_kernels=2):
+            problem.check(run())
+
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
     def test_separate_key_and_value_kernels_equal_float64(self, head_dim):
         problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
@@ -156,6 +196,19 @@ class TestSizes:
         sizes = backward_sizes(mask, spec, mean_len=10**5)
         assert (sizes.dq_sizes is not None) == leaves_few
 
+    @pytest.mark.parametrize(
+        ("block_q", "block_kv", "dq_teams", "teams"),
+        [(64, 64, 2, 2), (16, 16, 2, 2), (128, 32, 1, 2), (64, 128, 2, 1), (128, 128, 1, 1), (1, 1, 1, 1)],
+    )
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_blocks_smaller_than_tiles_get_a_team_per_warpgroup(
+        self, block_q, block_kv, dq_teams, teams, head_dim
+    ):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim)
+        mask = masks.BlockMask(blocks=np.ones((2, 4, 4), bool), block_q=block_q, block_kv=block_kv)
+        sizes = backward_sizes(mask, spec, mean_len=8192)
+        assert (1 if sizes.dq_sizes is None else sizes.dq_sizes.teams, sizes.teams) == (dq_teams, teams)
+
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
     def test_windows_determine_whether_two_kernels_run(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
@@ -163,6 +216,21 @@ class TestSizes:
 
 
 class TestLists:
+    def test_teams_list_the_query_tiles_of_their_64_keys(self):
+        """Literal codes: query tile 0 sees key tile 1 partly, query tile 1 sees both fully."""
+        sizes, lens = BackwardSizes(teams=2, dq_sizes=PrefillSizes()), jnp.asarray([128], jnp.int32)
+        starts = jnp.asarray([0, 128], jnp.int32)
+        static = {"kv_tokens": 128, "kv_heads": 1, "head_dim": 128, "score": Score(scale=1.0, causal=False)}
+        schedule = make_schedule(starts, lens, starts[:1], **static, num_tokens=128, sizes=sizes)
+        some = jnp.asarray([[[0, 1]], [[1, 1]]], bool)
+        every = jnp.asarray([[[0, 0]], [[1, 1]]], bool)
+        ends = jnp.asarray([64, 64], jnp.int32)
+        tiles = QueryTiles(jnp.asarray([0, 2], jnp.int32), ends - 64, ends)
+        lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
+        assert schedule.table[:2, COLUMNS.index("first_key_row")].tolist() == [0, 64]
+        assert [lists.num_partial[:2].tolist(), lists.num_full[:2].tolist()] == [[0, 1], [1, 1]]
+        assert [lists.entries[0, 0], *lists.entries[1, :2]] == [1, 0, 1]
+
     def test_each_visible_tile_is_listed_once_for_its_keys(self):
         """Literal codes: query tile 1 sees key tile 0 partly, query tile 2 sees both key tiles fully."""
         sizes, lens = BackwardSizes(tile_q=64), jnp.asarray([192], jnp.int32)
@@ -236,7 +304,7 @@ class TestRefusals:
         codes = jnp.zeros((1, 4, 1), jnp.uint8)
         lists = make_tile_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
         lists = lists._replace(**{name: getattr(lists, name)[:1] for name in names})
-        assert max_tiles(16, 1) == 1
+        assert max_tiles(16, 1, 128) == 1
         with pytest.raises(ValueError, match=rf"lists.{names[0]} must have shape .* got \(1,"):
             varlen_backward(**arguments, schedule=schedule, lists=lists)
 
@@ -298,6 +366,15 @@ class TestOnGpu:
     def test_query_kernel_equals_float64(self, name, head_dim):
         problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
         run = jitted(problem, sizes=sizes)
+        first = run()
+        problem.check(first)
+        for first_array, second_array in zip(first, run(), strict=True):
+            np.testing.assert_array_equal(first_array, second_array)
+
+    @pytest.mark.parametrize(("name", "head_dim"), TEAM_CASES)
+    def test_teams_of_one_warpgroup_equal_float64(self, name, head_dim):
+        problem = problem_of(name, head_dim=head_dim)
+        run = jitted(problem, sizes=sizes_for(problem))
         first = run()
         problem.check(first)
         for first_array, second_array in zip(first, run(), strict=True):
