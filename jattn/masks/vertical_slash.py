@@ -10,12 +10,13 @@ from typing import Any, ClassVar, NamedTuple, override
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks.base import Mask
-from jattn.masks.checks import normalize_ints, require_array, require_ints
+from jattn.masks.checks import MAX_INT, normalize_ints, require_array, require_ints
 from jattn.masks.in_kernel import KernelTiling
-from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, entry
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, entry, quotient, remainder
 from jattn.masks.positions import distances
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require, require_bool
@@ -118,11 +119,9 @@ class VerticalSlash(Mask):
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         self._check_heads(tiles.num_heads[0])
-        nearest, farthest = distances(tiles)
-        columns = count_marks(self.columns, tiles, tiles.first_key, tiles.last_key)
-        slashes = count_marks(self.slashes, tiles, nearest, farthest)
-        all_visible = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
-        return Coverage((columns > 0) | (slashes > 0), all_visible)
+        columns = marks_in_ranges(self.columns, tiles, tiles.first_key, tiles.last_key)
+        slashes = marks_in_ranges(self.slashes, tiles, *distances(tiles))
+        return Coverage(*(column | slash for column, slash in zip(columns, slashes, strict=True)))
 
     @override
     def why_no_kernel(self, tiling: KernelTiling) -> str | None:
@@ -171,12 +170,28 @@ def lookup_marks(marks: Any, pairs: Pairs, index: Any) -> Any:
     return marks[line, jnp.clip(index, 0, marks.shape[1] - 1)] & is_inside
 
 
-def count_marks(marks: Any, tiles: Tiles, first: Any, last: Any) -> Any:
-    """Return the number of True entries from `first` to `last` for the tiles' rows and heads."""
+def marks_in_ranges(marks: Any, tiles: Tiles, first: Any, last: Any) -> Coverage:
+    """Return whether any and whether all entries from `first` to `last` are True; False out of range.
+
+    There is one range for each tile, of at most `sum(tiles.size)` entries and for the tile's row and head.
+    One lookup answers both: the number of entries from `first` on that are equal, negative if they are False.
+    """
     line, marks = lines_of(marks).line_of(tiles.row, tiles.head), flatten_lines(marks)
-    prefix_sums = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-    end, start = (prefix_sums[line, jnp.clip(index, 0, marks.shape[1])] for index in (last + 1, first))
-    return end - start
+    num_lines, num_marks = marks.shape
+    margin, step = sum(tiles.size), tiles.size[1]
+    # Entries `step` apart are adjacent, since consecutive tiles look them up.
+    per_step = -(-(num_marks + 2 * margin) // step)
+    marks = jnp.pad(marks, ((0, 0), (margin, per_step * step - num_marks - margin)))
+    index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
+    changes = jnp.pad(marks[:, 1:] != marks[:, :-1], ((0, 0), (1, 0)))
+    next_change = lax.cummin(jnp.where(changes, index, MAX_INT), axis=1, reverse=True)
+    next_change = jnp.pad(next_change[:, 1:], ((0, 0), (0, 1)), constant_values=MAX_INT)
+    runs = jnp.where(marks, next_change - index, index - next_change)
+    runs = jnp.swapaxes(runs.reshape(num_lines, per_step, step), 1, 2).reshape(num_lines, -1)
+    start = jnp.clip(first + margin, 0, num_marks + margin)
+    run = runs[line, remainder(start, step) * per_step + quotient(start, step)]
+    num = last - first + 1
+    return Coverage(run > -num, run >= num)
 
 
 def flatten_lines(marks: Any) -> Array:
@@ -264,10 +279,8 @@ class UngatheredVerticalSlash(VerticalSlash):
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         any_visible, all_visible = super().coverage(tiles)
-        return Coverage(
-            any_visible,
-            all_visible & (count_marks(self.gathered, tiles, tiles.first_key, tiles.last_key) == 0),
-        )
+        has_gathered, _ = marks_in_ranges(self.gathered, tiles, tiles.first_key, tiles.last_key)
+        return Coverage(any_visible, all_visible & ~has_gathered)
 
     @override
     def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
