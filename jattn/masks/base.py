@@ -77,6 +77,11 @@ class Mask(abc.ABC):
         return None
 
     @property
+    def has_short_runs(self) -> bool:
+        """Whether queries typically attend to runs of keys that begin anywhere and are shorter than a tile."""
+        return False
+
+    @property
     def skips_most_tiles(self) -> bool:
         """Whether a query of a long request typically attends to few of its tiles of keys."""
         return False

@@ -66,6 +66,8 @@ class VerticalSlash(Mask):
     def has_exact_num_heads(self) -> bool:
         return True
 
+    has_short_runs = True
+
     @override
     def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)

@@ -117,8 +117,10 @@ def _choose_prefill(
     if mask is not None:
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
+        gathers = gathers_columns(mask, spec) and layer.score_function is None  # it needs the keys' positions
         # A score function needs a tile's keys to be consecutive.
-        if layer.score_function is None and (is_packed or region.block_size >= min(LIST_BLOCK_SIZES)):
+        has_room = is_packed or region.block_size >= min(LIST_BLOCK_SIZES)
+        if layer.score_function is None and has_room and not gathers:
             packed = tile_lists.packed_sizes(mask, spec, list_bounds, gpu)
             if packed is not None:
                 sizes, list_block_size = packed
@@ -134,7 +136,7 @@ def _choose_prefill(
         if reason is not None:
             return reason
         columns_sizes = None
-        if gathers_columns(mask, spec) and layer.score_function is None:  # it needs the keys' positions
+        if gathers:
             columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, gpu=gpu)
         return PrefillKernelConfig(
             sizes=sizes,

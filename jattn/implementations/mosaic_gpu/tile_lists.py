@@ -35,6 +35,9 @@ from pallas_kernels.varlen_prefill import (
     num_query_blocks,
 )
 
+RUN_BLOCK_SIZES = (32, 64)  # keys per listed block of masks whose runs of visible keys begin anywhere
+MAX_RUN_BLOCKS = 4096  # such blocks per request, because the lists of a long prompt take memory for each
+
 
 class MaskBounds(NamedTuple):
     """Static bounds of the call of a kernel over tile lists.
@@ -163,7 +166,9 @@ def packed_sizes(
         spec.batch_invariant
     ):  # the bits of a row would depend on the blocks that other rows of its tile select
         return None
-    blocks = mask_blocks(mask, spec)
+    blocks, run_size = mask_blocks(mask, spec), _run_block_size(mask, bounds)
+    if run_size:
+        blocks = blocks._replace(keys=(*blocks.keys, run_size))
     # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
     # spill 160 to 280 bytes, so tiles of 64 keys hold four.
     score = score_of(spec)
@@ -171,17 +176,33 @@ def packed_sizes(
     if not has_low_end or min(blocks.keys, default=0) > min(LIST_BLOCK_SIZES):
         blocks = blocks._replace(keys=())
     sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
-    keys = packed_block_size(mask, spec, sizes, bounds)
+    keys = packed_block_size(mask, spec, sizes, bounds, run_size)
     return None if keys is None else (sizes, keys)
 
 
-def packed_block_size(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds) -> int | None:
+def _run_block_size(mask: Mask, bounds: MaskBounds) -> int:
+    """Return the keys per listed block of a mask whose runs of visible keys begin anywhere; 0 for others."""
+    if not any(factor.has_short_runs for factor in factors(mask)):
+        return 0
+    return next((size for size in RUN_BLOCK_SIZES if bounds.max_kv_tiles(size) <= MAX_RUN_BLOCKS), 0)
+
+
+def packed_block_size(
+    mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds, run_size: int = 0
+) -> int | None:
     """Return the keys per block of a mask of which tiles hold several blocks; see packed_sizes.
 
     None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
+
+    Args:
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        spec: Attention of the layer.
+        sizes: Sizes of the kernel.
+        bounds: Static bounds of the call.
+        run_size: Keys per block for factors of the mask that have no blocks; 0 for blocks of block masks only.
     """
     shapes = [factor.block_shape for factor in factors(mask) if not factor.is_static]
-    keys = math.gcd(*[shape[1] for shape in shapes if shape is not None])
+    keys = math.gcd(run_size, *[shape[1] for shape in shapes if shape is not None])
     if keys not in LIST_BLOCK_SIZES or keys >= sizes.tile_kv or sizes.per_warp_mma:
         return None
     if bounds.max_kv_tiles(keys) > MAX_TILES:

@@ -50,11 +50,16 @@ LATER, FIRST = RNG.random((4, 4, 9, 12)) < 0.3, np.array([2, 0, 3, 1], np.int32)
 ALL_32 = RNG.random((4, 4, 1, 12)) < 0.4
 DOCUMENTS = np.cumsum(RNG.random((4, 384)) < 0.02, axis=1).astype(np.int32)
 PER_KV_HEAD = {size: RNG.random((2, 384 // size, 384 // size)) < 0.4 for size in (16, 32, 64)}
+COLUMNS, SLASHES = RNG.random((2, 4, 4, 37)).repeat(9, axis=-1) < 0.15
 FOR_ALL_HEADS = RNG.random((1, 12, 12)) < 0.4
 
 
 def block_mask(blocks, block_q, block_kv):
     return masks.BlockMask(blocks=blocks, block_q=block_q, block_kv=block_kv)
+
+
+def slashed(r, h, i, j):
+    return (j < 333 and COLUMNS[r, h, j]) or (0 <= i - j < 333 and SLASHES[r, h, i - j])
 
 
 MASKS = {
@@ -72,6 +77,16 @@ MASKS = {
     "documents_32": (
         block_mask(WIDE_32, 128, 32) & masks.Document(ids=DOCUMENTS) & masks.Causal(),
         lambda r, h, i, j: WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j] and j <= i,
+    ),
+}
+SLASH_MASKS = {
+    "slashes_32": (masks.VerticalSlash(columns=COLUMNS[0], slashes=SLASHES[0]), lambda r, *p: slashed(0, *p)),
+    "slashes_of_each_row_and_blocks_32": (
+        masks.VerticalSlash(columns=COLUMNS, slashes=SLASHES)
+        & (block_mask(WIDE_32, 128, 32) & masks.Document(ids=DOCUMENTS)),
+        lambda r, h, i, j: (
+            slashed(r, h, i, j) and WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j]
+        ),
     ),
 }
 SHARED_MASKS = ["shared_16", "shared_32", "shared_64", "for_all_heads_32", "shared_documents_32"]
@@ -110,6 +125,19 @@ SHARED_CASES = covering_array(
     },
     lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar",
 )
+SLASH_CASES = [
+    {"mask": "slashes_32", "region": "behind", "head_dim": 128, "kv": "HND", "window": (200, None)},
+    {
+        "mask": "slashes_32",
+        "region": "prompts",
+        "kv": "NHD",
+        "block_size": 64,
+        "causal": False,
+        "sinks": True,
+    },
+    {"mask": "slashes_32", "region": "prompts", "head_dim": 128, "kv": "no_cache", "dtype": "float16"},
+    {"mask": "slashes_of_each_row_and_blocks_32", "region": "behind", "kv": "NHD", "stored": "fp8_scalar"},
+]
 INTERPRET = plgpu.InterpretGPUParams()
 
 
@@ -135,7 +163,11 @@ def shared_mask(name, num_q_heads):
 def solved(case, interpret=None, *, is_sparse=False):
     """Check the region's outputs over packed blocks; with `is_sparse` only listed blocks contain numbers."""
     has_shared_mask = case["mask"] in SHARED_MASKS
-    mask, rule = shared_mask(case["mask"], case["heads"][0]) if has_shared_mask else MASKS[case["mask"]]
+    mask, rule = (
+        shared_mask(case["mask"], case["heads"][0])
+        if has_shared_mask
+        else (MASKS | SLASH_MASKS)[case["mask"]]
+    )
     plain = {name: values[0] for name, values in FACTORS.items()}
     case = (
         plain | {"heads": (4, 2), "dtype": "bfloat16", "head_dim": 64, "block_size": 16, "kv": "NHD"} | case
@@ -161,6 +193,25 @@ def test_unlisted_blocks_are_never_read():
 
 def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
     solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
+
+
+@pytest.mark.parametrize("kv", ["HND", "no_cache"])
+def test_unlisted_blocks_of_slashes_are_never_read(kv):
+    solved(
+        {"region": "prompt_206", "mask": "slashes_32", "kv": kv, "causal": False}, INTERPRET, is_sparse=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLASH_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_slashes_equal_float64(case):
+    solved(case, INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SLASH_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_slashes_equal_float64_on_a_gpu(case):
+    solved(case)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +281,15 @@ def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
     # A causal tile also lists blocks that only queries before them select, which hides a block read in vain.
     case = {"region": "prompt_206", "mask": mask, "kv": "HND", "head_dim": head_dim, "causal": False}
     solved(case, is_sparse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["HND", "no_cache"])
+def test_unlisted_blocks_of_slashes_are_never_read_on_a_gpu(kv):
+    solved(
+        {"region": "prompt_206", "mask": "slashes_32", "kv": kv, "head_dim": 128, "causal": False},
+        is_sparse=True,
+    )
 
 
 @pytest.mark.gpu
