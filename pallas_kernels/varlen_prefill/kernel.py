@@ -136,8 +136,17 @@ def prefill_body(
         def _(warp: Scalar) -> None:
             # One loading warp per team, so that no team waits for another's stages.
             for team in range(spec.sizes.teams):
-                loader = PrefillLoader(inputs, smem, barriers, spec, team)
-                pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
+                if spec.runs_per_tile == 1:
+                    loader = PrefillLoader(inputs, smem, barriers, spec, team)
+                    pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
+                    continue
+                # Many copies fill a stage. Two warps issue them, so that keys do not wait for a free stage of
+                # values.
+                for index in range(2):
+                    loader = PrefillLoader(
+                        inputs, smem, barriers, spec, team, loads_keys=index == 0, loads_values=index == 1
+                    )
+                    pl.when(warp == 2 * team + index)(functools.partial(loader.load_all, scheduler))
 
     def run_dequantizer(index: int) -> None:
         plgpu.set_max_registers(DEQUANTIZE_REGISTERS, action="decrease")

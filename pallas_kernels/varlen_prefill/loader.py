@@ -97,16 +97,11 @@ class KvPipeline:
                 plgpu.barrier_wait(stages.full.at[stage])
                 plgpu.barrier_arrive(stages.free.at[stage])
 
-    def drain(self, steps: Scalar) -> None:
-        """Wait until all tiles of the `steps` steps of the team have been read.
+    def drain_stages(self, stages: KvStages, steps: Scalar) -> None:
+        """Wait until all tiles of the `steps` steps of the team have been read from `stages`.
 
         Only interpret mode needs this, because it requires that every barrier completion is awaited.
         """
-        for stages in self.loaded:
-            self.drain_stages(stages, steps)
-
-    def drain_stages(self, stages: KvStages, steps: Scalar) -> None:
-        """Wait until `stages` have been read; see `drain`."""
 
         @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
         def _(step: Scalar) -> None:
@@ -208,7 +203,7 @@ class KvStream(NamedTuple):
 
 
 class PrefillLoader:
-    """The warp that loads queries, keys and values for the warpgroups of a team."""
+    """A warp that loads queries, keys and values for the warpgroups of a team, or a part of them."""
 
     def __init__(
         self,
@@ -217,7 +212,11 @@ class PrefillLoader:
         barriers: PrefillBarriers,
         spec: PrefillSpec,
         team: int,
+        *,
+        loads_keys: bool = True,
+        loads_values: bool = True,
     ):
+        """Create the loader of a team. The queries come with the keys."""
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
         self.run_length = spec.run_length
@@ -225,10 +224,10 @@ class PrefillLoader:
         k_scales_s, v_scales_s = None, None
         if smem.quantized is not None:
             k_scales_s, v_scales_s = smem.quantized.k_scale, smem.quantized.v_scale
-        self.streams = (
-            KvStream(kv.k, keys, kv.k_tail, kv.k_scale, k_scales_s),
-            KvStream(kv.v, values, kv.v_tail, kv.v_scale, v_scales_s),
-        )
+        key_stream = KvStream(kv.k, keys, kv.k_tail, kv.k_scale, k_scales_s)
+        value_stream = KvStream(kv.v, values, kv.v_tail, kv.v_scale, v_scales_s)
+        self.streams = (key_stream,) * loads_keys + (value_stream,) * loads_values
+        self.loads_queries = loads_keys
         self.tiling = tiling = spec.shape.cache_tiling
         self.blocks = None if tiling is None else BlockTableRef(kv.block_table, tiling.block_size)
         copies_per_run = 1 if tiling is None else tiling.num_copies
@@ -250,8 +249,10 @@ class PrefillLoader:
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
         # Interpret mode requires that every barrier completion is awaited; the hardware does not.
         if self.spec.is_interpreted:
-            self.pipeline.drain(steps)
-            self.wait_for_queries(rounds)
+            for stream in self.streams:
+                self.pipeline.drain_stages(stream.stages, steps)
+            if self.loads_queries:
+                self.wait_for_queries(rounds)
 
     def load_work_tile(
         self, work_tile: PrefillWorkTile, row: Scalar, iteration: Scalar, step: Scalar
@@ -265,7 +266,9 @@ class PrefillLoader:
             step: Step of its first KV tile.
         """
         first = self.run_indices(work_tile, work_tile.first_entries())
-        load_queries = functools.partial(self.load_queries, work_tile, row, iteration)
+        load_queries = None
+        if self.loads_queries:
+            load_queries = functools.partial(self.load_queries, work_tile, row, iteration)
 
         def entries(i: Scalar) -> tuple[Scalar, ...]:
             return self.run_indices(work_tile, work_tile.tile_entries(i))
@@ -279,7 +282,8 @@ class PrefillLoader:
         def _() -> None:
             # Keys before queries: stages are free while the previous work tile's queries are still in use.
             self.load_tile(work_tile, first, step, load_queries)
-            if self.spec.has_lists and self.spec.num_copies < MAX_COPIES_AT_ONCE:
+            has_registers = self.spec.num_copies < MAX_COPIES_AT_ONCE or len(self.streams) == 1
+            if self.spec.has_lists and has_registers:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
                 second = entries(jnp.minimum(1, work_tile.num - 1))
                 lax.fori_loop(1, work_tile.num, load_and_prefetch, second)
@@ -289,7 +293,8 @@ class PrefillLoader:
                 def _(i: Scalar) -> None:
                     self.load_tile(work_tile, entries(i), step + i)
 
-        pl.when(work_tile.num == 0)(load_queries)
+        if load_queries is not None:
+            pl.when(work_tile.num == 0)(load_queries)
 
     def run_indices(self, work_tile: PrefillWorkTile, entries: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
         """Return the index of each run of consecutive keys of a KV tile, from its entries."""

@@ -199,7 +199,7 @@ def packed_block_size(
         spec: Attention of the layer.
         sizes: Sizes of the kernel.
         bounds: Static bounds of the call.
-        run_size: Keys per block for factors of the mask that have no blocks; 0 for blocks of block masks only.
+        run_size: Keys per block for factors of the mask without blocks; 0 for masks of blocks only.
     """
     shapes = [factor.block_shape for factor in factors(mask) if not factor.is_static]
     keys = math.gcd(run_size, *[shape[1] for shape in shapes if shape is not None])

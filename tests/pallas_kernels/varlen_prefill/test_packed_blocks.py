@@ -50,7 +50,7 @@ LATER, FIRST = RNG.random((4, 4, 9, 12)) < 0.3, np.array([2, 0, 3, 1], np.int32)
 ALL_32 = RNG.random((4, 4, 1, 12)) < 0.4
 DOCUMENTS = np.cumsum(RNG.random((4, 384)) < 0.02, axis=1).astype(np.int32)
 PER_KV_HEAD = {size: RNG.random((2, 384 // size, 384 // size)) < 0.4 for size in (16, 32, 64)}
-COLUMNS, SLASHES = RNG.random((2, 4, 4, 37)).repeat(9, axis=-1) < 0.15
+VERTICAL, SLASHES = RNG.random((2, 4, 4, 37)).repeat(9, axis=-1) < 0.15
 FOR_ALL_HEADS = RNG.random((1, 12, 12)) < 0.4
 
 
@@ -59,7 +59,7 @@ def block_mask(blocks, block_q, block_kv):
 
 
 def slashed(r, h, i, j):
-    return (j < 333 and COLUMNS[r, h, j]) or (0 <= i - j < 333 and SLASHES[r, h, i - j])
+    return (j < 333 and VERTICAL[r, h, j]) or (0 <= i - j < 333 and SLASHES[r, h, i - j])
 
 
 MASKS = {
@@ -80,9 +80,12 @@ MASKS = {
     ),
 }
 SLASH_MASKS = {
-    "slashes_32": (masks.VerticalSlash(columns=COLUMNS[0], slashes=SLASHES[0]), lambda r, *p: slashed(0, *p)),
+    "slashes_32": (
+        masks.VerticalSlash(columns=VERTICAL[0], slashes=SLASHES[0]),
+        lambda r, *p: slashed(0, *p),
+    ),
     "slashes_of_each_row_and_blocks_32": (
-        masks.VerticalSlash(columns=COLUMNS, slashes=SLASHES)
+        masks.VerticalSlash(columns=VERTICAL, slashes=SLASHES)
         & (block_mask(WIDE_32, 128, 32) & masks.Document(ids=DOCUMENTS)),
         lambda r, h, i, j: (
             slashed(r, h, i, j) and WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j]
