@@ -16,7 +16,7 @@ from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
@@ -42,7 +42,7 @@ class Masking:
     spec: PrefillSpec
 
     def load(self, tile: KvTile) -> LoadedMask:
-        """Load the elements of the mask's arrays that a tile needs.
+        """Load the elements of the mask's arrays that a tile needs, or the words of a tile of several runs.
 
         Callers load early, because the arrays are in global memory.
         """
@@ -51,7 +51,8 @@ class Masking:
         mask, req = self.mask, tile.rows.work_tile.column("req")
         assert mask is not None
         if self.spec.runs_per_tile > 1:
-            return tuple(mask.load(pairs, req) for pairs in tile.run_pairs(self.columns))
+            runs = tile.run_pairs(self.columns)
+            return self._run_words(tile, runs, tuple(mask.load(pairs, req) for pairs in runs))
         return mask.load(tile.pairs(self.columns), req)
 
     def apply(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
@@ -59,7 +60,8 @@ class Masking:
         if tile.masked_ends is MaskedEnds.NONE:
             return s
         if self.spec.runs_per_tile > 1:
-            return self._apply_to_runs(tile, loaded, s)
+            runs = tile.run_pairs(self.columns)
+            return runs[0].masked(s, loaded or self._run_words(tile, runs, ((),) * len(runs)))
         score, mask, first_key = self.spec.score, self.mask, tile.first_key()
         # The range [begin, end) of the tile's visible columns: scalars, or one range per row. Positions of
         # rows are computed only if the ranges differ: Pallas cannot assign a layout to an unused array.
@@ -97,35 +99,66 @@ class Masking:
             is_visible = is_visible & mask.visible(tile.pairs(self.columns), loaded)
         return jnp.where(is_visible, s, -jnp.inf)
 
-    def _apply_to_runs(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
-        """Return the scores of a tile of several runs of keys; see `apply`. All masks are words."""
-        spec, mask, seq_len = self.spec, self.mask, tile.rows.work_tile.column("seq_len")
-        begin, end = jnp.int32(0), seq_len
-        if spec.has_window or self._has_row_end or spec.shape.block_q is not None:
-            positions = tile.rows.positions()
-            row_begin, row_end = key_range(spec.score, positions, seq_len)
-            begin = jnp.maximum(row_begin, 0) if spec.has_window else begin
-            end = row_end if self._has_row_end else end
-        runs = tile.run_pairs(self.columns)
-        words: list[Rows] = []
-        for pairs, entry, run_loaded in zip(runs, tile.entries, loaded or ((),) * len(runs), strict=True):
-            run_begin, run_end = begin - pairs.first_key, end - pairs.first_key
-            if spec.shape.block_q is not None:
-                run_end = jnp.where(self._is_visible(tile, entry, positions), run_end, 0)
-            elif mask is None and run_end.ndim == 0:
-                run_end = pairs.fill_rows(run_end)
-            run_words = pairs.words_in_range(run_begin if spec.has_low_end else None, run_end)
-            if mask is not None:
-                visible = mask.visible(pairs, run_loaded)
-                run_words = tuple(a & b for a, b in zip(visible, run_words, strict=True))
-            words += run_words
-        if spec.run_length == WORD_BITS // 2:
+    def _run_words(self, tile: KvTile, runs: tuple[PairTile, ...], loaded: tuple[LoadedMask, ...]) -> Words:
+        """Return the words of a tile of several runs of keys. All masks are words.
+
+        Args:
+            tile: The tile.
+            runs: Its runs, from `run_pairs`.
+            loaded: Result of `mask.load` for each run; () without arrays.
+        """
+        mask, spec, seq_len = self.mask, self.spec, tile.rows.work_tile.column("seq_len")
+        has_arrays, has_query_blocks = bool(jax.tree.leaves(mask)), spec.shape.block_q is not None
+        visible: list[Words] = []
+        if mask is not None:
+            visible = [mask.visible(pairs, x) for pairs, x in zip(runs, loaded, strict=True)]
+
+        def in_range() -> Words:
+            begin, end = jnp.int32(0), seq_len
+            if spec.has_window or self._has_row_end or has_query_blocks:
+                positions = tile.rows.positions()
+                row_begin, row_end = key_range(spec.score, positions, seq_len)
+                begin = jnp.maximum(row_begin, 0) if spec.has_window else begin
+                end = row_end if self._has_row_end else end
+            words: list[Rows] = []
+            for index, (pairs, entry) in enumerate(zip(runs, tile.entries, strict=True)):
+                run_begin, run_end = begin - pairs.first_key, end - pairs.first_key
+                if has_query_blocks:
+                    run_end = jnp.where(self._is_visible(tile, entry, positions), run_end, 0)
+                elif mask is None and run_end.ndim == 0:
+                    run_end = pairs.fill_rows(run_end)
+                run_words = pairs.words_in_range(run_begin if spec.has_low_end else None, run_end)
+                if visible:
+                    run_words = tuple(a & b for a, b in zip(visible[index], run_words, strict=True))
+                words += run_words
+            return tuple(words)
+
+        if has_arrays and not has_query_blocks:
+            # Most partial tiles lie within the range of every row.
+            words = lax.cond(
+                self._is_in_range(tile), lambda: tuple(word for run in visible for word in run), in_range
+            )
+        else:
+            words = in_range()
+        if spec.run_length < WORD_BITS:
             low_half = (1 << spec.run_length) - 1
-            words = [
+            words = tuple(
                 (low & low_half) | (high << spec.run_length)
                 for low, high in zip(words[::2], words[1::2], strict=True)
-            ]
-        return runs[0].masked(s, tuple(words))
+            )
+        return words
+
+    def _is_in_range(self, tile: KvTile) -> Scalar:
+        """Return whether all keys of a tile of runs lie in the range of visible keys of every row."""
+        rows, starts = tile.rows, tile.run_starts()
+        first = rows.first_position()
+        seq_len = rows.work_tile.column("seq_len")
+        begin, _ = key_range(self.spec.score, first + (rows.tokens - 1), seq_len)
+        _, end = key_range(self.spec.score, first, seq_len)
+        is_inside = functools.reduce(jnp.maximum, starts) + self.spec.run_length <= jnp.minimum(end, seq_len)
+        if self.spec.has_low_end:
+            is_inside &= functools.reduce(jnp.minimum, starts) >= jnp.maximum(begin, 0)
+        return is_inside
 
     @property
     def _has_row_end(self) -> bool:
