@@ -36,7 +36,7 @@ class VerticalSlash(Mask):
             for all requests, or [reqs, q_heads, distances].
         num_gathered: Static: maximum number of columns per head whose keys the kernels gather into contiguous
             tiles. Used if the mask is the only mask of a causal layer without window or ALiBi. Faster for
-            scattered columns, each of which otherwise costs a tile of keys. 0 = no gathering.
+            scattered columns, each of which otherwise costs a block or a tile of keys. 0 = no gathering.
 
     Source: MInference's vertical-slash pattern.
     """

@@ -1,10 +1,11 @@
 """The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows per warpgroup.
 
 A persistent thread block processes work tiles (a query tile of one head, or of a few packed heads, with all
-of its keys or one KV split), the longest first. One warpgroup loads, with one warp per team; the two or three
-warpgroups before it compute, either as one team on the rows of one work tile or each as a team of its own.
-Both sides iterate over the same work tiles (n; b = n % query_buffers) and KV tiles (i, over all work tiles of
-the team; s = i % stages), and synchronize only through barriers:
+of its keys or one KV split), the longest first. One warpgroup loads, with one warp per team; if tiles hold
+several blocks, with one for queries and keys and one for values. The two or three warpgroups before it
+compute, either as one team on the rows of one work tile or each as a team of its own. Both sides iterate over
+the same work tiles (n; b = n % query_buffers) and KV tiles (i, over all work tiles of the team; s = i %
+stages), and synchronize only through barriers:
 
     loading: warp t                      shared memory      computing: each warpgroup of team t
     ---------------                      -------------      -----------------------------------

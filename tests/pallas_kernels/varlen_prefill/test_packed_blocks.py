@@ -1,5 +1,6 @@
 """varlen_prefill over lists of blocks that are smaller than a tile, against the float64 oracle."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -392,20 +393,31 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
         ("128_32", {"batch_invariant": True}, "tiles"),
         ("128_32", {"gpu": "8.0"}, "tiles"),
         ("128_32", {"block_size": 8}, "tiles"),
+        ("slashes_32", {}, "blocks of 32"),
+        ("slashes_32", {"max_len": 2**17}, "blocks of 32"),
+        ("slashes_32", {"max_len": 2**17 + 32}, "blocks of 64"),
+        ("slashes_32", {"max_len": 2**18 + 32}, "tiles"),
+        ("slashes_32", {"gpu": "8.0"}, "tiles"),
+        (SLASH_MASKS["slashes_32"][0] & masks.Causal(), {}, "blocks of 32"),
+        (SLASH_MASKS["slashes_32"][0] & block_mask(SMALL_32, 64, 64), {"head_dim": 256}, "blocks of 32"),
+        (SLASH_MASKS["slashes_32"][0] & masks.Sinks(4), {}, "tiles"),
+        (dataclasses.replace(SLASH_MASKS["slashes_32"][0], num_gathered=8), {}, "tiles"),
     ],
 )
 def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by):
-    mask = MASKS[mask][0] if isinstance(mask, str) else mask
+    mask = (MASKS | SLASH_MASKS)[mask][0] if isinstance(mask, str) else mask
     kernel = chosen_kernel(mask, **options)
     assert str(kernel) == f"varlen_prefill over lists of {served_by}"
 
 
-def chosen_kernel(mask, *, heads=(4, 2), batch_invariant=False, gpu="9.0", block_size=32, head_dim=128):
+def chosen_kernel(
+    mask, *, heads=(4, 2), batch_invariant=False, gpu="9.0", block_size=32, head_dim=128, max_len=256
+):
     """Return the configuration of the prefill kernel for a mask."""
     spec = jattn.AttentionSpec(
         num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, batch_invariant=batch_invariant
     )
-    bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=256, max_blocks=8)
+    bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=256, max_blocks=max_len // block_size)
     cache = jattn.CacheSpec(num_blocks=64, block_size=block_size, num_kv_heads=heads[1], head_dim=head_dim)
     (region,) = region_sizes(abstract_metadata(bucket, block_size))
     return choose_kernel(layer_config(spec, cache), region, mask, gpu)
