@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.batch.metadata import BatchMetadata, rows_from
-from jattn.masks.in_kernel import Formula, KernelTiling, why_not_formula
+from jattn.masks.in_kernel import BlockFormula, Formula, KernelTiling, why_not_formula
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.pytree import replace
 from pallas_kernels import support
@@ -106,9 +106,12 @@ class Mask(abc.ABC):
     def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
         """Return the mask as kernels evaluate it in partial tiles; why_no_kernel must be None.
 
-        By default they evaluate the formula `visible` of each pair. Works inside jit.
+        By default they evaluate the formula `visible` of each pair, or of one pair per block of keys if the
+        mask is constant within blocks and tiles do not cut them. Works inside jit.
         """
-        return Formula.of(self, tiling)
+        blocks = self.block_shape if self.is_static and tiling.needs_words and not tiling.is_packed else None
+        lies_in_block = blocks is not None and blocks[1] % tiling.keys == 0
+        return (BlockFormula if lies_in_block else Formula).of(self, tiling)
 
     def for_kernels(self) -> "Mask":
         """Return the mask that kernels compute in place of this one."""

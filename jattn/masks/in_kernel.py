@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jattn.masks.pairs import Pairs
 from jattn.pytree import pytree, static
-from pallas_kernels.varlen_prefill import MAX_ROWS, KernelMask, Lines, PairTile
+from pallas_kernels.varlen_prefill import MAX_ROWS, WORD_BITS, KernelMask, Lines, PairTile
 
 
 class KernelTiling(NamedTuple):
@@ -199,6 +199,28 @@ class Formula(KernelMask):
         pairs = _PairsOfTile(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)
         pairs.tile, pairs.values = tile, dict(zip(self.lookups, values, strict=True))
         return jax.tree.unflatten(self.mask, self.fields).visible(pairs)
+
+
+@pytree
+class BlockFormula(Formula):
+    """The formula of a mask that is constant in blocks, for tiles of keys that lie within a block.
+
+    A word of 32 keys is evaluated as one pair.
+    """
+
+    @property
+    @override
+    def is_words(self) -> bool:
+        return True
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Any:
+        mask = jax.tree.unflatten(self.mask, self.fields)
+        pairs = Pairs(
+            tile.head, jnp.int32(0), tile.row_positions, tile.first_key, self.num_heads, self.is_prefill
+        )
+        word = jnp.where(mask.visible(pairs), jnp.int32(-1), jnp.int32(0))
+        return (word,) * (tile.shape[1] // WORD_BITS)
 
 
 def fields_of(arrays: Sequence[Any]) -> tuple[ArrayField, ...]:

@@ -201,7 +201,7 @@ def packed_block_size(
         bounds: Static bounds of the call.
         run_size: Keys per block for factors of the mask without blocks; 0 for masks of blocks only.
     """
-    shapes = [factor.block_shape for factor in factors(mask) if not factor.is_static]
+    shapes = [factor.block_shape for factor in factors(mask)]
     keys = math.gcd(run_size, *[shape[1] for shape in shapes if shape is not None])
     if keys not in LIST_BLOCK_SIZES or keys >= sizes.tile_kv or sizes.per_warp_mma:
         return None

@@ -63,6 +63,11 @@ def slashed(r, h, i, j):
     return (j < 333 and VERTICAL[r, h, j]) or (0 <= i - j < 333 and SLASHES[r, h, i - j])
 
 
+def strided(r, h, i, j, *, size=64, local_blocks=1):
+    a, b = i // size, j // size
+    return b <= a and (a - b < local_blocks or (b + h + 1) % 3 == 0)
+
+
 MASKS = {
     "128_32": (block_mask(WIDE_32, 128, 32), lambda r, h, i, j: WIDE_32[h, i // 128, j // 32]),
     "128_16": (block_mask(WIDE_16, 128, 16), lambda r, h, i, j: WIDE_16[h // 2, i // 128, j // 16]),
@@ -80,7 +85,12 @@ MASKS = {
         lambda r, h, i, j: WIDE_32[h, i // 128, j // 32] and DOCUMENTS[r, i] == DOCUMENTS[r, j] and j <= i,
     ),
 }
-SLASH_MASKS = {
+MORE_MASKS = {
+    "strided_64": (masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3), strided),
+    "strided_32": (
+        masks.LocalStrided(block_size=32, local_blocks=2, vert_stride=3) & masks.Causal(),
+        lambda r, h, i, j: j <= i and strided(r, h, i, j, size=32, local_blocks=2),
+    ),
     "slashes_32": (
         masks.VerticalSlash(columns=VERTICAL[0], slashes=SLASHES[0]),
         lambda r, *p: slashed(0, *p),
@@ -129,7 +139,7 @@ SHARED_CASES = covering_array(
     },
     lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar",
 )
-SLASH_CASES = [
+MORE_CASES = [
     {"mask": "slashes_32", "region": "behind", "head_dim": 128, "kv": "HND", "window": (200, None)},
     {
         "mask": "slashes_32",
@@ -141,6 +151,7 @@ SLASH_CASES = [
     },
     {"mask": "slashes_32", "region": "prompts", "head_dim": 128, "kv": "no_cache", "dtype": "float16"},
     {"mask": "slashes_of_each_row_and_blocks_32", "region": "behind", "kv": "NHD", "stored": "fp8_scalar"},
+    {"mask": "strided_32", "region": "behind", "head_dim": 128, "kv": "NHD", "window": (200, None)},
 ]
 INTERPRET = plgpu.InterpretGPUParams()
 
@@ -168,9 +179,7 @@ def solved(case, interpret=None, *, is_sparse=False):
     """Check the region's outputs over packed blocks; with `is_sparse` only listed blocks contain numbers."""
     has_shared_mask = case["mask"] in SHARED_MASKS
     mask, rule = (
-        shared_mask(case["mask"], case["heads"][0])
-        if has_shared_mask
-        else (MASKS | SLASH_MASKS)[case["mask"]]
+        shared_mask(case["mask"], case["heads"][0]) if has_shared_mask else (MASKS | MORE_MASKS)[case["mask"]]
     )
     plain = {name: values[0] for name, values in FACTORS.items()}
     case = (
@@ -199,22 +208,22 @@ def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
     solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
 
 
-@pytest.mark.parametrize("kv", ["HND", "no_cache"])
-def test_unlisted_blocks_of_slashes_are_never_read(kv):
-    solved(
-        {"region": "prompt_206", "mask": "slashes_32", "kv": kv, "causal": False}, INTERPRET, is_sparse=True
-    )
+@pytest.mark.parametrize(
+    ("mask", "kv"), [("slashes_32", "HND"), ("slashes_32", "no_cache"), ("strided_64", "HND")]
+)
+def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
+    solved({"region": "prompt_206", "mask": mask, "kv": kv, "causal": False}, INTERPRET, is_sparse=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLASH_CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_slashes_equal_float64(case):
+@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_patterns_equal_float64(case):
     solved(case, INTERPRET)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", SLASH_CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_slashes_equal_float64_on_a_gpu(case):
+@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_patterns_equal_float64_on_a_gpu(case):
     solved(case)
 
 
@@ -288,12 +297,9 @@ def test_unlisted_blocks_are_never_read_on_a_gpu(mask, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv", ["HND", "no_cache"])
-def test_unlisted_blocks_of_slashes_are_never_read_on_a_gpu(kv):
-    solved(
-        {"region": "prompt_206", "mask": "slashes_32", "kv": kv, "head_dim": 128, "causal": False},
-        is_sparse=True,
-    )
+def test_unlisted_blocks_of_a_pattern_are_never_read_on_a_gpu():
+    case = {"region": "prompt_206", "mask": "slashes_32", "kv": "HND", "head_dim": 128, "causal": False}
+    solved(case, is_sparse=True)
 
 
 @pytest.mark.gpu
@@ -398,14 +404,18 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
         ("slashes_32", {"max_len": 2**17 + 32}, "blocks of 64"),
         ("slashes_32", {"max_len": 2**18 + 32}, "tiles"),
         ("slashes_32", {"gpu": "8.0"}, "tiles"),
-        (SLASH_MASKS["slashes_32"][0] & masks.Causal(), {}, "blocks of 32"),
-        (SLASH_MASKS["slashes_32"][0] & block_mask(SMALL_32, 64, 64), {"head_dim": 256}, "blocks of 32"),
-        (SLASH_MASKS["slashes_32"][0] & masks.Sinks(4), {}, "tiles"),
-        (dataclasses.replace(SLASH_MASKS["slashes_32"][0], num_gathered=8), {}, "tiles"),
+        (MORE_MASKS["slashes_32"][0] & masks.Causal(), {}, "blocks of 32"),
+        ("strided_64", {}, "blocks of 64"),
+        ("strided_32", {}, "blocks of 32"),
+        (masks.LocalStrided(block_size=16), {}, "tiles"),
+        (masks.LocalStrided() & masks.Sinks(4), {}, "tiles"),
+        (MORE_MASKS["slashes_32"][0] & block_mask(SMALL_32, 64, 64), {"head_dim": 256}, "blocks of 32"),
+        (MORE_MASKS["slashes_32"][0] & masks.Sinks(4), {}, "tiles"),
+        (dataclasses.replace(MORE_MASKS["slashes_32"][0], num_gathered=8), {}, "tiles"),
     ],
 )
 def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by):
-    mask = (MASKS | SLASH_MASKS)[mask][0] if isinstance(mask, str) else mask
+    mask = (MASKS | MORE_MASKS)[mask][0] if isinstance(mask, str) else mask
     kernel = chosen_kernel(mask, **options)
     assert str(kernel) == f"varlen_prefill over lists of {served_by}"
 
