@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     With a time limit, several calls on the same commit and kind of machine make up a run: tests that have an
     outcome in the file are not run again, and the call that leaves no test writes the row. On a machine with
-    several GPUs each worker sees one of them, and the tests marked `gpus` run afterwards with all of them.
+    several GPUs the few tests marked `gpus` run first, with all of them; then each worker sees one GPU.
     """
     start, run = time.monotonic(), describe_run(arguments.commit, arguments.outcomes)
     modules = find_gpu_test_modules()
@@ -142,7 +142,7 @@ def pytest_passes(gpus: int, jobs: int) -> list[list[str]]:
     if gpus < 2:
         return [["-m", "gpu", *workers]]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    return [["-m", "gpu and not gpus", *workers, "--gpus", visible], ["-m", "gpu and gpus"]]
+    return [["-m", "gpu and gpus"], ["-m", "gpu and not gpus", *workers, "--gpus", visible]]
 
 
 def run_pytest(options: list[str]) -> int:

@@ -132,7 +132,8 @@ def sparse() -> list[str]:
         "- `quest`: decode of 8 requests with 128k tokens; a tenth of the blocks is selected in the same call.\n",
         kernels.sparse_table(f"sparse-{DATE_H200}-22.jsonl"),
         kernels.sparse_table("sparse-packed-heads-nvidia-h100-80gb-hbm3-2026-11-27.jsonl"),
-        kernels.sparse_table("sparse-gathered-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
+        kernels.sparse_table("sparse-wide-blocks-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
+        kernels.sparse_table("sparse-vertical-slash-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
         kernels.sparse_table(f"sparse-{DATE_H200}-21.jsonl"),
         "vLLM 0.9.2 is the last release with block-sparse attention. The table compares jattn with its `paged_attention_v2` in decode and its\n"
         "Triton kernel in prefill:\n",
@@ -170,9 +171,11 @@ def serving() -> list[str]:
         models.engine_table(
             f"engine-workload-{DATE_H200}-23.jsonl", f"engine-workload-peer-{DATE_H200}-23.jsonl"
         ),
-        "This table shows the time until the engine is ready, and until all 30 executables exist. In the last row, the engine serves\n"
-        "nano-vllm's requests from the moment that it is ready (`python -m benchmarks starts --first-minute`):\n",
+        "These tables show the time until the engine is ready, and until all 30 executables exist. In the last row, the engine serves\n"
+        "nano-vllm's requests from the moment that it is ready (`python -m benchmarks starts --first-minute`). The second table is of slower hosts, where other\n"
+        "programs ran during the first minute:\n",
         models.start_table("starts-nvidia-h100-80gb-hbm3-2026-11-27.jsonl"),
+        models.start_table("starts-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
         "### Speculative decoding\n",
         "Prompt lookup proposes 7 tokens on a model with known continuations (`python -m benchmarks drafts`). The texts of `copying` repeat\n"
         "themselves. All drafts for the other texts are rejected.\n",
