@@ -234,13 +234,18 @@ def target(gpu: str | None) -> Iterator[None]:
     if gpu is None:
         yield
         return
-    if gpu not in ARCHITECTURES:
-        require_one_of("gpu", gpu.lower(), (*GPUS, *ARCHITECTURES))
+    require_known_gpu(gpu=gpu)
     token = _TARGET.set(GPUS.get(gpu.lower(), gpu))
     try:
         yield
     finally:
         _TARGET.reset(token)
+
+
+def require_known_gpu(**gpus: str) -> None:
+    """Require every named argument to be a name in GPUS, in any case, or a key of ARCHITECTURES."""
+    for name, gpu in gpus.items():
+        require_one_of(name, str(gpu).lower(), (*GPUS, *ARCHITECTURES))
 
 
 def is_gpu(*trees: object) -> bool:

@@ -165,6 +165,8 @@ def plan(
         NotImplementedError: If no requested implementation supports a layer, or both a common prefix and a
             mask are passed; the message has the reason.
     """
+    if device is not None:
+        support.require_known_gpu(device=device)
     layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype, as_score_mod(score_mod))
     with support.target(device):
         full_plan = build_plan(

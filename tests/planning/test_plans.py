@@ -156,7 +156,7 @@ class TestDevice:
         assert "mosaic_gpu: varlen_prefill is compiled for compute capability 9.0" in text
 
     def test_unknown_device_is_rejected_and_the_target_ends_with_the_call(self):
-        with pytest.raises(ValueError, match=r"gpu must be one of 'a100', .*, got 'tpu'"):
+        with pytest.raises(ValueError, match=r"device must be one of 'a100', .*, got 'tpu'"):
             jattn.plan(batch([1], [9]), SPEC, CACHE, device="tpu")
         assert support.why_not_on(jnp.ones(1)) == support.why_not_device(jax.devices()[0])
 
