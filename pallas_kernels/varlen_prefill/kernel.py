@@ -1,8 +1,8 @@
 """The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows per warpgroup.
 
 A persistent thread block processes work tiles (a query tile of one head, or of a few packed heads, with all
-of its keys or one KV split), the longest first. One warpgroup loads, with one warp per team; if tiles hold
-several blocks, with one for queries and keys and one for values. The two or three warpgroups before it
+of its keys or one KV split), the longest first. One warpgroup loads, with one warp per team or, if tiles hold
+several blocks, with two: one for queries and keys, one for values. The two or three warpgroups before it
 compute, either as one team on the rows of one work tile or each as a team of its own. Both sides iterate over
 the same work tiles (n; b = n % query_buffers) and KV tiles (i, over all work tiles of the team; s = i %
 stages), and synchronize only through barriers:
@@ -44,6 +44,7 @@ masking and epilogue. tile_scheduler says which tiles belong to whom, schedule w
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.score_mod import Lookups
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, ScratchType, Tile
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
@@ -135,19 +137,21 @@ def prefill_body(
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            # One loading warp per team, so that no team waits for another's stages.
-            for team in range(spec.sizes.teams):
-                if spec.runs_per_tile == 1:
-                    loader = PrefillLoader(inputs, smem, barriers, spec, team)
-                    pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
-                    continue
-                # Many copies fill a stage. Two warps issue them, so that keys do not wait for a free stage of
-                # values.
-                for index in range(2):
-                    loader = PrefillLoader(
-                        inputs, smem, barriers, spec, team, loads_keys=index == 0, loads_values=index == 1
-                    )
-                    pl.when(warp == 2 * team + index)(functools.partial(loader.load_all, scheduler))
+            # Each team has its own loading warps, so that no team waits for another's stages. Stages of
+            # several runs take many copies: two warps issue them, so that keys do not wait for a free stage
+            # of values. Three teams would need more warps than there are.
+            num_loaders = 2 if spec.runs_per_tile > 1 and 2 * spec.sizes.teams <= WARPS else 1
+            for team, index in itertools.product(range(spec.sizes.teams), range(num_loaders)):
+                loader = PrefillLoader(
+                    inputs,
+                    smem,
+                    barriers,
+                    spec,
+                    team,
+                    loads_keys=index == 0,
+                    loads_values=index == num_loaders - 1,
+                )
+                pl.when(warp == num_loaders * team + index)(functools.partial(loader.load_all, scheduler))
 
     def run_dequantizer(index: int) -> None:
         plgpu.set_max_registers(DEQUANTIZE_REGISTERS, action="decrease")

@@ -14,7 +14,7 @@ import jattn
 from jattn import masks
 from jattn.batch.metadata import abstract_metadata
 from jattn.implementations.layer_config import layer_config, region_sizes
-from jattn.implementations.mosaic_gpu import choose_kernel
+from jattn.implementations.mosaic_gpu import choose_kernel, tile_lists
 from pallas_kernels.list_tiles import encode_tiles
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import (
@@ -216,6 +216,13 @@ def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
 
 
 @pytest.mark.slow
+def test_three_teams_equal_float64(monkeypatch):
+    """A warpgroup has no two loading warps for each of three teams."""
+    sizes = PrefillSizes(tile_kv=64, warpgroups=3, teams=3)
+    monkeypatch.setattr(tile_lists.prefill, "default_sizes", lambda *args, **kwargs: sizes)
+    solved({"region": "prompt_206", "mask": "128_32", "kv": "HND"}, INTERPRET)
+
+
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_patterns_equal_float64(case):
     solved(case, INTERPRET)
