@@ -121,6 +121,20 @@ class _RecordedPairs(Pairs):
         return jnp.zeros((), array.dtype)
 
 
+class _RowsOfTile(Pairs):
+    """Pairs of the rows of a tile and its first key; see _PairsOfTile."""
+
+    tile: PairTile
+
+    @property
+    def query(self) -> Any:
+        return self.tile.row_positions
+
+    @property
+    def key(self) -> Any:
+        return self.tile.first_key
+
+
 class _PairsOfTile(Pairs):
     """Pairs that compute positions only when a mask reads them: Pallas has no layout for unused arrays."""
 
@@ -203,9 +217,9 @@ class Formula(KernelMask):
 
 @pytree
 class BlockFormula(Formula):
-    """The formula of a mask that is constant in blocks, for tiles of keys that lie within a block.
+    """The formula of a mask without arrays that is constant in blocks, for tiles that lie in a block of keys.
 
-    A word of 32 keys is evaluated as one pair.
+    The kernel evaluates it for one key per row.
     """
 
     @property
@@ -215,11 +229,11 @@ class BlockFormula(Formula):
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Any:
-        mask = jax.tree.unflatten(self.mask, self.fields)
-        pairs = Pairs(
-            tile.head, jnp.int32(0), tile.row_positions, tile.first_key, self.num_heads, self.is_prefill
-        )
-        word = jnp.where(mask.visible(pairs), jnp.int32(-1), jnp.int32(0))
+        pairs = _RowsOfTile(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)
+        pairs.tile = tile
+        visible = jax.tree.unflatten(self.mask, self.fields).visible(pairs)
+        word = jnp.where(visible, jnp.int32(-1), jnp.int32(0))
+        word = tile.fill_rows(word) if word.ndim == 0 else word  # a mask may not depend on the query
         return (word,) * (tile.shape[1] // WORD_BITS)
 
 

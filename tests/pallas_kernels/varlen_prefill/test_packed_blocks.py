@@ -68,6 +68,17 @@ def strided(r, h, i, j, *, size=64, local_blocks=1):
     return b <= a and (a - b < local_blocks or (b + h + 1) % 3 == 0)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class EvenBlocks(masks.Mask):
+    """A mask of a user, which does not depend on the query."""
+
+    block_shape = None, 32
+
+    def visible(self, pairs):
+        return (pairs.key & 32) == 0
+
+
 MASKS = {
     "128_32": (block_mask(WIDE_32, 128, 32), lambda r, h, i, j: WIDE_32[h, i // 128, j // 32]),
     "128_16": (block_mask(WIDE_16, 128, 16), lambda r, h, i, j: WIDE_16[h // 2, i // 128, j // 16]),
@@ -86,6 +97,7 @@ MASKS = {
     ),
 }
 MORE_MASKS = {
+    "even_32": (EvenBlocks(), lambda r, h, i, j: j // 32 % 2 == 0),
     "strided_64": (masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=3), strided),
     "strided_32": (
         masks.LocalStrided(block_size=32, local_blocks=2, vert_stride=3) & masks.Causal(),
@@ -204,18 +216,6 @@ def test_unlisted_blocks_are_never_read():
     solved({"region": "prompt_206", "mask": "128_32", "kv": "HND"}, INTERPRET, is_sparse=True)
 
 
-def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
-    solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
-
-
-@pytest.mark.parametrize(
-    ("mask", "kv"), [("slashes_32", "HND"), ("slashes_32", "no_cache"), ("strided_64", "HND")]
-)
-def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
-    solved({"region": "prompt_206", "mask": mask, "kv": kv, "causal": False}, INTERPRET, is_sparse=True)
-
-
-@pytest.mark.slow
 def test_three_teams_equal_float64(monkeypatch):
     """A warpgroup has no two loading warps for each of three teams."""
     sizes = PrefillSizes(tile_kv=64, warpgroups=3, teams=3)
@@ -223,6 +223,19 @@ def test_three_teams_equal_float64(monkeypatch):
     solved({"region": "prompt_206", "mask": "128_32", "kv": "HND"}, INTERPRET)
 
 
+def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
+    solved({"region": "neighbours", "mask": "16_16", "kv": "no_cache", "causal": False}, INTERPRET)
+
+
+@pytest.mark.parametrize(
+    ("mask", "kv"),
+    [("slashes_32", "HND"), ("slashes_32", "no_cache"), ("strided_64", "HND"), ("even_32", "HND")],
+)
+def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
+    solved({"region": "prompt_206", "mask": mask, "kv": kv, "causal": False}, INTERPRET, is_sparse=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_patterns_equal_float64(case):
     solved(case, INTERPRET)
