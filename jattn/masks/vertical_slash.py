@@ -159,10 +159,10 @@ class VerticalSlash(Mask):
         columns = GatheredColumns(
             positions=positions.reshape(*marks.shape[:-1], capacity), counts=jnp.minimum(counts, num_gathered)
         )
-        remainder = UngatheredVerticalSlash(
+        others = UngatheredVerticalSlash(
             columns=marks & ~gathered, slashes=jnp.asarray(self.slashes), gathered=gathered
         )
-        return VerticalSlashParts(columns, remainder)
+        return VerticalSlashParts(columns, remainder=others)
 
 
 def lookup_marks(marks: Any, pairs: Pairs, index: Any) -> Any:
@@ -173,15 +173,21 @@ def lookup_marks(marks: Any, pairs: Pairs, index: Any) -> Any:
 
 
 def marks_in_ranges(marks: Any, tiles: Tiles, first: Any, last: Any) -> Coverage:
-    """Return whether any and whether all entries from `first` to `last` are True; False out of range.
+    """Return whether any, and whether all, of the entries from `first` to `last` are True, for each tile.
 
-    There is one range for each tile, of at most `sum(tiles.size)` entries and for the tile's row and head.
-    One lookup answers both: the number of entries from `first` on that are equal, negative if they are False.
+    One lookup answers both: the number of equal entries from `first` on, negated if they are False.
+
+    Args:
+        marks: Entries per position or distance, bool [q_heads, n] or [reqs, q_heads, n]. Entries outside of
+            the array count as False.
+        tiles: Tiles whose row and head select the line of `marks`.
+        first: Index of the first entry of each tile.
+        last: Index of the last entry, at most `sum(tiles.size) - 1` after the first.
     """
     line, marks = lines_of(marks).line_of(tiles.row, tiles.head), flatten_lines(marks)
     num_lines, num_marks = marks.shape
     margin, step = sum(tiles.size), tiles.size[1]
-    # Entries `step` apart are adjacent, since consecutive tiles look them up.
+    # False entries on both sides, as many as the longest range has, stand for those outside of the array.
     per_step = -(-(num_marks + 2 * margin) // step)
     marks = jnp.pad(marks, ((0, 0), (margin, per_step * step - num_marks - margin)))
     index = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
@@ -189,6 +195,7 @@ def marks_in_ranges(marks: Any, tiles: Tiles, first: Any, last: Any) -> Coverage
     next_change = lax.cummin(jnp.where(changes, index, MAX_INT), axis=1, reverse=True)
     next_change = jnp.pad(next_change[:, 1:], ((0, 0), (0, 1)), constant_values=MAX_INT)
     runs = jnp.where(marks, next_change - index, index - next_change)
+    # Consecutive tiles look up entries that are `step` apart, so store these next to each other.
     runs = jnp.swapaxes(runs.reshape(num_lines, per_step, step), 1, 2).reshape(num_lines, -1)
     start = jnp.clip(first + margin, 0, num_marks + margin)
     run = runs[line, remainder(start, step) * per_step + quotient(start, step)]

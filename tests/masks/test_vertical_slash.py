@@ -16,7 +16,7 @@ from jattn import masks
 from jattn.cache import blocks_of, gather_tokens
 from jattn.implementations.mosaic_gpu import prefill
 from jattn.implementations.mosaic_gpu.gathered_columns import add_gathered_gradients, gather_kv
-from jattn.masks.vertical_slash import UNUSED_POSITION
+from jattn.masks.vertical_slash import UNUSED_POSITION, marks_in_ranges
 from tests.attention_problems import in_layout
 from tests.dense.test_training import as_on_a_gpu
 from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, KeyMajorTile, QueryMajorTile
@@ -56,6 +56,20 @@ def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     np.testing.assert_array_equal(in_columns | in_rest, np.asarray(mask.visible(pairs_of(TOKENS))) & causal)
     counts = np.minimum(np.cumsum(mask.columns, axis=-1), num_gathered)
     np.testing.assert_array_equal(columns.counts, counts)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 3), (16, 32)])
+def test_marks_in_ranges_equal_those_of_each_range(size):
+    """Ranges of every possible length that begin before, in and after the array."""
+    marks = np.random.default_rng(0).random((2, 3, 41)).repeat(3, axis=-1)[..., :50] < 0.5
+    length, first = np.meshgrid(np.arange(1, sum(size) + 1), np.arange(-70, 80), indexing="ij")
+    last = first + length - 1
+    tile = masks.Tiles(2, 1, None, None, None, None, HEADS, size)
+    has_some, has_all = marks_in_ranges(marks, tile, jnp.asarray(first), jnp.asarray(last))
+    line = np.pad(marks[1, 2], 200)
+    for index, begin in np.ndenumerate(first):
+        entries = line[200 + begin : 200 + last[index] + 1]
+        assert (has_some[index], has_all[index]) == (entries.any(), entries.all())
 
 
 @pytest.mark.kernels
