@@ -38,7 +38,7 @@ FACTORS = {
     "sparsity": [NONE, "strided", "group", "rank1", "stripes_only"],
     "padded": [False, True],
 }  # fmt: skip
-# Factors that change scores, or hide keys: kernels are compiled for each combination.
+# Factors that change scores or hide keys. Cases that run on a GPU contain each pair of their values.
 SCORE_FACTORS = ("causal", "window", "chunk_size", "soft_cap", "alibi", "sinks")
 SPARSITY = {
     None: None,

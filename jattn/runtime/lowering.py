@@ -35,7 +35,7 @@ OPTIONS = (
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
-NUM_URGENT = 4  # processes for the first calls, without which nothing can run
+NUM_URGENT = 4  # processes for the first steps, without which nothing can run
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,12 @@ class PickledStep:
 
 
 class LoweringRequest(NamedTuple):
-    """A request to lower a step for the shapes of its inputs, which are pickled."""
+    """A request to lower a step for a bucket.
+
+    Attributes:
+        step: Step to lower.
+        inputs: Pickled metadata and other inputs of the bucket, as ShapeDtypeStructs or numpy arrays.
+    """
 
     step: PickledStep
     inputs: bytes
@@ -242,7 +247,7 @@ def serve() -> None:
 
 
 def _without_shardings(tree: Any) -> Any:
-    """Return a tree with its arrays as ShapeDtypeStructs, except those of numpy."""
+    """Return a tree with ShapeDtypeStructs without shardings for its arrays, except those of numpy."""
 
     def abstract(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
@@ -263,7 +268,7 @@ def _pickle(value: Any) -> bytes | None:
 
 # ---------------------------------------------------------------------------------------- processes
 def _start(*, is_urgent: bool) -> subprocess.Popen[bytes]:
-    """Start a process that lowers calls. It finds the modules that this process finds, except `__main__`.
+    """Start a process that lowers steps. It finds the modules that this process finds, except `__main__`.
 
     Unless it is urgent, it leaves the cores to other processes.
     """

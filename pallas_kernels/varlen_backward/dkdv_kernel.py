@@ -48,11 +48,11 @@ With a dq kernel (dq_kernel.py) there is no dQ here and no dS in shared memory, 
 each other only at the end of a work tile. Heads wider than 128 leave no registers for both dK and dV: then
 one kernel computes S, dP and dK, and another S and dV (`compute_dk_step` and `compute_dv_step`).
 
-Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
-tile_scheduler assigns work tiles to thread blocks.
-
 Under a mask of small blocks, each computing warpgroup is a team with its own work tiles of 64 keys, stages,
-barriers and loading warp: it neither loads nor skips the query tiles that select only other keys.
+barriers and loading warp. Its lists do not contain the query tiles that attend only to the other team's keys.
+
+Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
+tile_scheduler assigns work tiles to thread blocks, or to their teams.
 """
 
 import dataclasses

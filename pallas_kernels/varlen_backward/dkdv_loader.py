@@ -91,8 +91,8 @@ class DkDvLoader:
         def wait_until_free(free: Barriers, num_stages: int, stage: Scalar) -> None:
             pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 
-        # Queries first: S needs them before dP needs dO. Each stage is free once both warpgroups have read
-        # it.
+        # Queries first: S needs them before dP needs dO. Each stage is free once all warpgroups of the team
+        # have read it.
         stage, full = stages.query, barriers.q_full.at[stages.query]
         wait_until_free(barriers.q_free, self.spec.sizes.stages, stage)
         copy_panels(self.inputs.query, smem.query.at[stage], full)

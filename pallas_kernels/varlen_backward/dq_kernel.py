@@ -15,7 +15,7 @@ computing warpgroups does:
     await dQ; arrive k_free[s'], s' of tile i - 1
 
 Under a mask of small blocks, each warpgroup is a team with its own work tiles of 64 rows, pipeline stages and
-loading warp, so that it visits only the keys that its own rows select.
+loading warp, so that it visits only the keys that its own rows attend to.
 """
 
 import functools

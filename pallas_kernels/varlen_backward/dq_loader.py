@@ -1,4 +1,4 @@
-"""The loading warp of the dq kernel, and its pipeline with separate numbers of stages for keys and values."""
+"""The loading warps of the dq kernel; its pipeline with separate numbers of stages for keys and values."""
 
 import functools
 import itertools
@@ -70,7 +70,7 @@ class DqKvPipeline(KvPipeline):
 
 
 class DqLoader(PrefillLoader):
-    """The warp that loads queries, dO, keys and values, and the output if the kernel computes delta."""
+    """A team's warp that loads queries, dO, keys and values, and the output if the kernel computes delta."""
 
     pipeline: DqKvPipeline
 
@@ -107,8 +107,8 @@ class DqLoader(PrefillLoader):
         In a team of one warpgroup, both stages hold the same outputs.
         """
         head, team_size = self.spec.shape.head, self.spec.sizes.team_size
-        for position, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
-            rank = min(position, team_size - 1)
+        for operand, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
+            rank = min(operand, team_size - 1)
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
             first_row = jnp.maximum(work_tile.column("first_row") + rank * M, 0)
             # As many copies as a tile of keys, for which the barrier counts. Both have M rows.

@@ -300,7 +300,8 @@ class DqMainloop:
             ]
             return sum(products[1:], start=products[0]).sum(axis=1)
 
-        # The first warpgroup's outputs are in a stage of keys, the second's in one of values.
+        # The first warpgroup's outputs are in a stage of keys, the second's in one of values. Those of a team
+        # of one warpgroup are in both.
         if self.spec.sizes.team_size == 1:
             delta = row_sum(0)
         else:

@@ -1,7 +1,7 @@
 """The pipeline of keys and values, and what fills it: loading warps, and warpgroups that dequantize.
 
-A loading warp per team fills the pipeline and the query buffers. With an 8-bit cache it fills stages of 8-bit
-keys and values, which one warpgroup each converts to 16 bits.
+A loading warp per team, or one for keys and one for values, fills the pipeline and the query buffers. With an
+8-bit cache it fills stages of 8-bit keys and values, which one warpgroup each converts to 16 bits.
 """
 
 import functools
@@ -203,7 +203,7 @@ class KvStream(NamedTuple):
 
 
 class PrefillLoader:
-    """A warp that loads queries, keys and values for the warpgroups of a team, or a part of them."""
+    """A warp that loads queries and keys, values, or all of them for the warpgroups of a team."""
 
     def __init__(
         self,
@@ -216,7 +216,17 @@ class PrefillLoader:
         loads_keys: bool = True,
         loads_values: bool = True,
     ):
-        """Create the loader of a team. The queries come with the keys."""
+        """Create a loader of a team.
+
+        Args:
+            inputs: Arrays that the kernel reads.
+            smem: Shared memory of the thread block.
+            barriers: Barriers of the thread block.
+            spec: Static description of the kernel.
+            team: Index of the team.
+            loads_keys: Whether the warp loads keys and queries.
+            loads_values: Whether the warp loads values.
+        """
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
         self.run_length = spec.run_length

@@ -100,12 +100,14 @@ class Masking:
         return jnp.where(is_visible, s, -jnp.inf)
 
     def _run_words(self, tile: KvTile, runs: tuple[PairTile, ...], loaded: tuple[LoadedMask, ...]) -> Words:
-        """Return the words of a tile of several runs of keys. All masks are words.
+        """Return the words of the visible pairs of a tile of several runs of keys.
+
+        The mask must evaluate to words, see `KernelMask.is_words`.
 
         Args:
-            tile: The tile.
-            runs: Its runs, from `run_pairs`.
-            loaded: Result of `mask.load` for each run; () without arrays.
+            tile: KV tile of several runs.
+            runs: Pairs of each run, from `run_pairs`.
+            loaded: Result of `mask.load` for each run; () for a mask without arrays.
         """
         mask, spec, seq_len = self.mask, self.spec, tile.rows.work_tile.column("seq_len")
         has_arrays, has_query_blocks = bool(jax.tree.leaves(mask)), spec.shape.block_q is not None
@@ -134,7 +136,7 @@ class Masking:
             return tuple(words)
 
         if has_arrays and not has_query_blocks:
-            # Most partial tiles lie within the range of every row.
+            # Most partial tiles lie within the range of every row, so only some compute words of ranges.
             words = lax.cond(
                 self._is_in_range(tile), lambda: tuple(word for run in visible for word in run), in_range
             )

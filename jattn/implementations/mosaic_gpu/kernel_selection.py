@@ -117,10 +117,11 @@ def _choose_prefill(
     if mask is not None:
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
-        gathers = gathers_columns(mask, spec) and layer.score_function is None  # it needs the keys' positions
-        # A score function needs a tile's keys to be consecutive.
-        has_room = is_packed or region.block_size >= min(LIST_BLOCK_SIZES)
-        if layer.score_function is None and has_room and not gathers:
+        # A score function needs the positions of the keys, so a tile's keys must be consecutive.
+        may_gather = layer.score_function is None
+        gathers = may_gather and gathers_columns(mask, spec)
+        fits_cache = is_packed or region.block_size >= min(LIST_BLOCK_SIZES)
+        if may_gather and fits_cache and not gathers:
             packed = tile_lists.packed_sizes(mask, spec, list_bounds, gpu)
             if packed is not None:
                 sizes, list_block_size = packed

@@ -35,8 +35,10 @@ from pallas_kernels.varlen_prefill import (
     num_query_blocks,
 )
 
-RUN_BLOCK_SIZES = (32, 64)  # keys per listed block of masks whose runs of visible keys begin anywhere
-MAX_RUN_BLOCKS = 4096  # such blocks per request, because the lists of a long prompt take memory for each
+# Keys per listed block of masks with `has_short_runs`: the smallest size with which a request has at most
+# MAX_RUN_BLOCKS blocks, because its lists take memory for each block.
+RUN_BLOCK_SIZES = (32, 64)
+MAX_RUN_BLOCKS = 4096
 
 
 class MaskBounds(NamedTuple):
@@ -162,9 +164,8 @@ def packed_sizes(
         bounds: Static bounds of the call.
         gpu: Compute capability that the kernel is built for.
     """
-    if (
-        spec.batch_invariant
-    ):  # the bits of a row would depend on the blocks that other rows of its tile select
+    if spec.batch_invariant:
+        # The bits of a row would depend on the blocks that other rows of its tile select.
         return None
     blocks, run_size = mask_blocks(mask, spec), _run_block_size(mask, bounds)
     if run_size:
@@ -181,7 +182,7 @@ def packed_sizes(
 
 
 def _run_block_size(mask: Mask, bounds: MaskBounds) -> int:
-    """Return the keys per listed block of a mask whose runs of visible keys begin anywhere; 0 for others."""
+    """Return the keys per listed block of a mask with `has_short_runs`; 0 if there are none, or too many."""
     if not any(factor.has_short_runs for factor in factors(mask)):
         return 0
     return next((size for size in RUN_BLOCK_SIZES if bounds.max_kv_tiles(size) <= MAX_RUN_BLOCKS), 0)
@@ -352,7 +353,7 @@ def plan_backward_mask(
         packs_blocks: Whether tiles of the dq kernel may hold several blocks of the mask (static).
     """
     mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True)
-    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
+    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q  # for tiles of as many queries as the dk/dv kernel's
     query_sizes = PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
     score = Score(scale=1.0, causal=spec.causal)  # the query tiles do not depend on it
     tiles = prefill.make_schedule(
