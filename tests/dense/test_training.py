@@ -147,9 +147,9 @@ def test_masked_batch_lists_only_tiles_of_its_own_keys():
     with as_on_a_gpu() as called, wraps as coverage_calls:
         actual = jax.jit(jax.grad(loss_of(batched_attention(mask, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
-    # Blocks of 16 keys in the forward pass, tiles of 128 in the backward one; the batch has 240.
+    # Keys per block in the forward pass, per tile of dK/dV and per block of dQ; the batch has 240.
     widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in coverage_calls.call_args_list}
-    assert widths == {16: 6, 128: 1}
+    assert widths == {16: 6, 64: 2, 32: 3}
     assert_near(actual, expected)
 
 
