@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, override
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -121,20 +121,6 @@ class _RecordedPairs(Pairs):
         return jnp.zeros((), array.dtype)
 
 
-class _RowsOfTile(Pairs):
-    """Pairs of the rows of a tile and its first key; see _PairsOfTile."""
-
-    tile: PairTile
-
-    @property
-    def query(self) -> Any:
-        return self.tile.row_positions
-
-    @property
-    def key(self) -> Any:
-        return self.tile.first_key
-
-
 class _PairsOfTile(Pairs):
     """Pairs that compute positions only when a mask reads them: Pallas has no layout for unused arrays."""
 
@@ -153,6 +139,18 @@ class _PairsOfTile(Pairs):
     def look_up(self, array: Any, axis: str, *, per_head: bool = False) -> Any:
         lookup = Lookup(array, axis, per_head)
         return lookup.broadcast(self.tile, self.values[lookup])
+
+
+class _RowsOfTile(_PairsOfTile):
+    """Pairs of the rows of a tile with its first key."""
+
+    @property
+    def query(self) -> Any:
+        return self.tile.row_positions
+
+    @property
+    def key(self) -> Any:
+        return self.tile.first_key
 
 
 @pytree
@@ -174,6 +172,8 @@ class Formula(KernelMask):
     mask: Any = static()
     num_heads: tuple[int, int] = static()
     is_prefill: bool = static()
+
+    pairs_type: ClassVar[type[_PairsOfTile]] = _PairsOfTile
 
     @classmethod
     def of(cls, mask: Any, tiling: KernelTiling) -> "Formula":
@@ -210,7 +210,7 @@ class Formula(KernelMask):
             lookup.load(tile, row, ref) if value is None else value
             for lookup, ref, value in zip(self.lookups, self.arrays, values, strict=True)
         )
-        pairs = _PairsOfTile(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)
+        pairs = self.pairs_type(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)
         pairs.tile, pairs.values = tile, dict(zip(self.lookups, values, strict=True))
         return jax.tree.unflatten(self.mask, self.fields).visible(pairs)
 
@@ -222,6 +222,8 @@ class BlockFormula(Formula):
     The kernel evaluates it for one key per row.
     """
 
+    pairs_type = _RowsOfTile
+
     @property
     @override
     def is_words(self) -> bool:
@@ -229,10 +231,7 @@ class BlockFormula(Formula):
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Any:
-        pairs = _RowsOfTile(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)
-        pairs.tile = tile
-        visible = jax.tree.unflatten(self.mask, self.fields).visible(pairs)
-        word = jnp.where(visible, jnp.int32(-1), jnp.int32(0))
+        word = jnp.where(super().visible(tile, loaded), jnp.int32(-1), jnp.int32(0))
         word = tile.fill_rows(word) if word.ndim == 0 else word  # a mask may not depend on the query
         return (word,) * (tile.shape[1] // WORD_BITS)
 

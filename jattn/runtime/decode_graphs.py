@@ -276,10 +276,9 @@ class DecodeGraphs:
         step = PickledStep.of(AbstractStep(self._graph_step, params, caches, self._from_host))
 
         def lower(bucket: Bucket) -> jax.stages.Lowered | jax.stages.Compiled:
-            inputs = step_inputs(bucket)
-            found = None
+            inputs, found = step_inputs(bucket), None
             if step is not None:
-                found = self._load_or_lower_elsewhere(step, bucket, arguments, inputs, processes)
+                found = self._load_or_lower_elsewhere(step, arguments, inputs, processes)
             return self._lower(structure, *arguments, *inputs) if found is None else found
 
         return lower
@@ -287,7 +286,6 @@ class DecodeGraphs:
     def _load_or_lower_elsewhere(
         self,
         step: PickledStep,
-        bucket: Bucket,
         arguments: tuple[Any, Any],
         inputs: tuple[Any, ...],
         processes: LoweringProcesses,
@@ -296,13 +294,13 @@ class DecodeGraphs:
 
         Args:
             step: Step to lower.
-            bucket: Bucket of the step.
             arguments: Leaves of the parameters and caches, as ShapeDtypeStructs.
             inputs: The bucket's metadata and other inputs.
             processes: Processes that lower steps.
         """
         if (request := step.request(inputs)) is None:
             return None
+        bucket = inputs[0].bucket
         self._cache_shapes[bucket] = arguments[1]
         step_arguments = (*arguments, *self._layout_of(inputs).pack(inputs))
         if (files := self._files) is not None:

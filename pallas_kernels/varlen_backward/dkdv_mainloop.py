@@ -21,7 +21,7 @@ from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, QueryStages, W, f32
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
-from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead
+from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, team_and_rank
 
 type Panels = tuple[Tile, ...]
 
@@ -76,7 +76,7 @@ class DkDvMainloop:
     ):
         self.wg = wg = lax.axis_index("warpgroup")
         # The warpgroups of a team share a work tile: 64 keys each, from rank * 64 on.
-        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
+        self.team, self.rank = team_and_rank(wg, spec.sizes.teams)
         self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
         self.spec = spec
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.sizes.teams * spec.dout_stages, wg]

@@ -17,7 +17,13 @@ from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import ValueTiles
 from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
+from pallas_kernels.varlen_prefill.tile_scheduler import (
+    KvTile,
+    MaskedEnds,
+    PrefillTileScheduler,
+    QueryRows,
+    team_and_rank,
+)
 
 
 class DqOperands(NamedTuple):
@@ -45,7 +51,7 @@ class DqMainloop:
     def __init__(self, inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         self.wg = wg = lax.axis_index("warpgroup")
         # The warpgroups of a team share a work tile: 64 rows each, from rank * 64 on.
-        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
+        self.team, self.rank = team_and_rank(wg, spec.sizes.teams)
         self.inputs, self.dq, self.smem, self.spec = inputs, dq, smem, spec
         self.queries = QueryBuffers(smem.attention, barriers, spec.sizes, wg)
         self.pipeline = DqKvPipeline(smem.attention, barriers, spec, self.team)

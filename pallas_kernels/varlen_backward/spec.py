@@ -107,7 +107,7 @@ class BackwardSpec:
         stages, dout_stages = self.sizes.stages, self.dout_stages
         if self.sizes.teams == 1:
             return QueryStages(lax.rem(step, jnp.int32(stages)), lax.rem(step, jnp.int32(dout_stages)))
-        stage = team * stages + (step & (stages - 1))
+        stage = team * stages + (step & (stages - 1))  # BackwardSizes allows teams two or four stages.
         return QueryStages(stage, stage)
 
     @property

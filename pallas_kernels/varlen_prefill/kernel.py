@@ -85,7 +85,13 @@ from pallas_kernels.varlen_prefill.spec import (
     warp_barrier_types,
     warp_smem_types,
 )
-from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
+from pallas_kernels.varlen_prefill.tile_scheduler import (
+    KvTile,
+    MaskedEnds,
+    PrefillTileScheduler,
+    QueryRows,
+    team_and_rank,
+)
 from pallas_kernels.varlen_prefill.warp_kernel import warp_prefill_body
 
 
@@ -211,7 +217,7 @@ class PrefillMainloop:
         # measured.
         self.wg = wg = lax.axis_index("warpgroup")
         # The warpgroups of a team share a work tile: 64 rows each, from rank * 64 on.
-        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
+        self.team, self.rank = team_and_rank(wg, spec.sizes.teams)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline, self.queries = KvPipeline(smem, barriers, spec.sizes, self.team), queries
         self.bias = Bias(smem.alibi, self.column_indices, wg, spec, inputs.score_mod)

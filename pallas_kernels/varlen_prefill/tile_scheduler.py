@@ -97,6 +97,16 @@ class PrefillWorkTile:
         return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
 
+def team_and_rank(wg: Scalar, teams: int) -> tuple[Scalar, Scalar]:
+    """Return the team of a computing warpgroup and the warpgroup's index in the team.
+
+    Args:
+        wg: Index of the warpgroup.
+        teams: Number of teams: one for all warpgroups, or one for each.
+    """
+    return (wg * 0, wg) if teams == 1 else (wg, wg * 0)
+
+
 class PrefillTileScheduler:
     """Assigns the work tiles of a step to the teams, the longest work tiles first."""
 

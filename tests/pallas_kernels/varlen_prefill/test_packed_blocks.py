@@ -27,7 +27,7 @@ from pallas_kernels.varlen_prefill import (
 )
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
 from tests import assertions, contract
-from tests.contract import FACTORS
+from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region, kernel_for
@@ -236,13 +236,13 @@ def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", MORE_CASES, ids=case_id)
 def test_patterns_equal_float64(case):
     solved(case, INTERPRET)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", MORE_CASES, ids=case_id)
 def test_patterns_equal_float64_on_a_gpu(case):
     solved(case)
 
@@ -265,7 +265,7 @@ def test_packed_heads_of_tokens_that_start_anywhere_equal_float64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SHARED_CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", SHARED_CASES, ids=case_id)
 def test_prefill_with_packed_heads_equals_float64_for_combinations_of_features(case):
     solved(case, INTERPRET)
 
@@ -286,21 +286,19 @@ def test_prefill_with_packed_heads_has_no_races(size):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", select_each_value(SHARED_CASES), ids=lambda case: "-".join(map(str, case.values()))
-)
+@pytest.mark.parametrize("case", select_each_value(SHARED_CASES), ids=case_id)
 def test_prefill_with_packed_heads_equals_float64_on_a_gpu(case):
     solved(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_prefill_equals_float64_for_combinations_of_features(case):
     solved(case, INTERPRET)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", select_each_value(CASES), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", select_each_value(CASES), ids=case_id)
 def test_prefill_equals_float64_on_a_gpu(case):
     solved(case)
 

@@ -43,7 +43,7 @@ from pallas_kernels.varlen_prefill.schedule import (
 )
 from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists
 from tests import aot, assertions, contract
-from tests.contract import FACTORS
+from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
@@ -257,13 +257,13 @@ def test_prefill_in_tiles_of_warps_of_32_rows_equals_float64(mask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_prefill_equals_float64_for_combinations_of_features(case):
     solved(case, INTERPRET)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", select_each_value(CASES), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", select_each_value(CASES), ids=case_id)
 def test_prefill_equals_float64_on_a_gpu(case):
     solved(case)
 
