@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels.shared.arithmetic import sort_ranks
+from pallas_kernels.shared.arithmetic import sort_ranks, sorts_before
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward.sizes import BackwardSizes
@@ -197,7 +197,7 @@ def order_work_tiles(
     """Return the work tiles in processing order: set by set, and within a set the longest first.
 
     The shortest work tiles of all sets, an eighth of the work, come last, for thread blocks that finish
-    early.
+    early. Of work tiles of equal length, those of the last sets do.
 
     Args:
         lengths: Number of steps of each work tile.
@@ -207,10 +207,13 @@ def order_work_tiles(
     number = jnp.arange(len(lengths), dtype=jnp.int32)
     is_valid = number < num_valid
     lengths = jnp.where(is_valid, jnp.minimum(lengths, MAX_LENGTH), 0)
+    sets = jnp.minimum(sets, MAX_SETS - 1)
     work = lengths.astype(jnp.float32)
-    work_up_to = jnp.where(lengths[None, :] <= lengths[:, None], work[None, :], 0.0).sum(axis=1)
-    is_tail = work_up_to <= work.sum() * TAIL_FRACTION
-    group = jnp.where(is_tail, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
+    from_end = lengths * MAX_SETS + (MAX_SETS - 1 - sets)
+    comes_later = sorts_before(from_end[None, ::-1])[0, ::-1, ::-1]  # of equal keys, the last one sorts first
+    work_from_end = work + jnp.where(comes_later, work[None, :], 0.0).sum(axis=1)
+    is_tail = work_from_end <= work.sum() * TAIL_FRACTION
+    group = jnp.where(is_tail, MAX_SETS, sets)
     keys = jnp.where(is_valid, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
     return jnp.zeros_like(number).at[sort_ranks(keys[None])[0]].set(number)
 

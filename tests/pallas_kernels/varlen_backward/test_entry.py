@@ -277,6 +277,12 @@ class TestSchedule:
         order = order_work_tiles(lengths, sets, jnp.asarray([6], jnp.int32))
         assert order.tolist() == [0, 1, 4, 3, 5, 2]
 
+    def test_of_equally_short_work_tiles_those_of_the_last_sets_come_last(self):
+        lengths = jnp.tile(jnp.asarray([20, 1, 1, 1, 1], jnp.int32), 3)
+        sets = jnp.repeat(jnp.arange(3, dtype=jnp.int32), 5)
+        order = order_work_tiles(lengths, sets, jnp.asarray([15], jnp.int32))
+        assert order.tolist() == [0, 1, 2, 3, 5, 10, 4, 6, 7, 8, 9, 11, 12, 13, 14]
+
     def test_a_set_fits_the_l2_cache(self):
         """Queries and gradients of outputs and queries take 8 bytes per element: 512 kB for 1,000 rows of
         64.
