@@ -75,7 +75,7 @@ class VerticalSlash(Mask):
 
     @classmethod
     def from_indices(
-        cls, columns: Array, slashes: Array, max_seq_len: int, *, gather: bool = False
+        cls, columns: Array, slashes: Array, max_seq_len: int, *, gather: bool = True
     ) -> "VerticalSlash":
         """Make a mask from lists of positions and distances; entries outside [0, max_seq_len) are padding.
 
@@ -83,7 +83,8 @@ class VerticalSlash(Mask):
             columns: Positions of the columns: [q_heads, n] for all requests, or [reqs, q_heads, n].
             slashes: Distances of the slashes: [q_heads, n] for all requests, or [reqs, q_heads, n].
             max_seq_len: Static: number of positions and distances of the mask's arrays.
-            gather: Static: whether kernels gather the keys of the columns; see `num_gathered`.
+            gather: Static: whether kernels gather the keys of the columns, see `num_gathered`. Pass False if
+                the columns are in long runs.
         """
         require_ints(1, max_seq_len=max_seq_len)
         require_bool(gather=gather)

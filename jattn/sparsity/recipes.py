@@ -167,7 +167,7 @@ def vertical_slash(
     by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(probs)
     _, columns = jax.lax.top_k(by_column, min(num_columns, tokens))
     _, slashes = jax.lax.top_k(jax.lax.stop_gradient(by_distance), min(num_slashes, tokens))
-    return VerticalSlash.from_indices(columns[None], slashes[None], tokens, gather=True)
+    return VerticalSlash.from_indices(columns[None], slashes[None], tokens)
 
 
 def _concat_vectors(

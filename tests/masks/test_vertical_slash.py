@@ -232,7 +232,7 @@ def test_gather_argument_sets_num_gathered(types_unchecked):
     attend_with = functools.partial(
         masks.VerticalSlash.from_indices, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16
     )
-    assert (attend_with().num_gathered, attend_with(gather=True).num_gathered) == (0, 3)
+    assert (attend_with().num_gathered, attend_with(gather=False).num_gathered) == (3, 0)
     assert isinstance(slashed(np.uint8(200)).num_gathered, int)
 
 

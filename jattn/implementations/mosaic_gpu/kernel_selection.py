@@ -117,31 +117,24 @@ def _choose_prefill(
     if mask is not None:
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
-        # A score function needs the positions of the keys, so a tile's keys must be consecutive.
-        may_gather = layer.score_function is None
-        gathers = may_gather and gathers_columns(mask, spec)
-        fits_cache = is_packed or region.block_size >= min(LIST_BLOCK_SIZES)
-        if may_gather and fits_cache and not gathers:
-            packed = tile_lists.packed_sizes(mask, spec, list_bounds, gpu)
-            if packed is not None:
-                sizes, list_block_size = packed
-                return PrefillKernelConfig(
-                    sizes=sizes,
-                    has_lists=True,
-                    list_block_size=list_block_size,
-                    is_packed=is_packed,
-                    uses_cache_read=is_quantized,
-                )
-        sizes = sparse_sizes(spec, mask, gpu)
-        reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
-        if reason is not None:
-            return reason
-        columns_sizes = None
-        if gathers:
-            columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, gpu=gpu)
+        columns_sizes, packed = None, None
+        # A score function needs the positions of a tile's keys, which must be consecutive.
+        if layer.score_function is None:
+            if gathers_columns(mask, spec):
+                columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, gpu=gpu)
+            if is_packed or region.block_size >= min(LIST_BLOCK_SIZES):
+                packed = tile_lists.packed_sizes(mask, spec, list_bounds, gpu)
+        if packed is not None:
+            sizes, list_block_size = packed
+        else:
+            sizes, list_block_size = sparse_sizes(spec, mask, gpu), None
+            reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
+            if reason is not None:
+                return reason
         return PrefillKernelConfig(
             sizes=sizes,
             has_lists=True,
+            list_block_size=list_block_size,
             is_packed=is_packed,
             uses_cache_read=is_quantized,
             columns_sizes=columns_sizes,
@@ -192,7 +185,7 @@ def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.Call
 
 def sparse_sizes(spec: AttentionSpec, mask: Mask, gpu: str = "9.0") -> prefill_kernel.PrefillSizes:
     """Return the prefill kernel's sizes under a mask: tiles no larger than the mask's blocks if possible."""
-    blocks = tile_lists.mask_blocks(mask, spec)._replace(has_isolated_slashes=gathers_columns(mask, spec))
+    blocks = tile_lists.mask_blocks(mask, spec)
     return prefill_kernel.default_sizes(
         spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant, blocks=blocks, gpu=gpu
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
+from jattn.implementations.mosaic_gpu.gathered_columns import gathers_columns
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.masks import Coverage, KernelTiling, Mask, tile_coverage
 from jattn.masks.base import factors, leaves
@@ -126,7 +127,9 @@ def mask_blocks(mask: Mask, spec: AttentionSpec) -> MaskBlocks:
     queries = tuple(size for leaf, size, _ in shapes if size is not None and not leaf.is_static)
     # The bits of a row depend on the tokens of its tile, of which fewer heads leave more.
     shared_heads = 1 if spec.batch_invariant else heads_with_equal_masks(mask, spec)
-    return MaskBlocks(queries, tuple(size for _, _, size in shapes), shared_heads=shared_heads)
+    keys = tuple(size for _, _, size in shapes)
+    # Layers that gather columns are taken to have slashes as isolated as their columns.
+    return MaskBlocks(queries, keys, gathers_columns(mask, spec), shared_heads)
 
 
 def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:

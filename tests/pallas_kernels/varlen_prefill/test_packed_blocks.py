@@ -429,7 +429,7 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
         (masks.LocalStrided() & masks.Sinks(4), {}, "tiles"),
         (MORE_MASKS["slashes_32"][0] & block_mask(SMALL_32, 64, 64), {"head_dim": 256}, "blocks of 32"),
         (MORE_MASKS["slashes_32"][0] & masks.Sinks(4), {}, "tiles"),
-        (dataclasses.replace(MORE_MASKS["slashes_32"][0], num_gathered=8), {}, "tiles"),
+        (dataclasses.replace(MORE_MASKS["slashes_32"][0], num_gathered=8), {}, "blocks of 32"),
     ],
 )
 def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by):
