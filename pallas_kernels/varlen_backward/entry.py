@@ -37,7 +37,7 @@ from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
-from pallas_kernels.varlen_backward.sizes import BackwardSizes, default_layer_sizes
+from pallas_kernels.varlen_backward.sizes import BackwardSizes, check_head_dim, default_layer_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, heads_per_l2_group
@@ -141,6 +141,7 @@ def varlen_backward(
         sizes = default_layer_sizes(
             head_dim, score, mean_len=tokens // reqs, deterministic=deterministic, gpu=gpu
         )
+    check_head_dim(sizes, head_dim)
     check_dq(sizes, lists, mask, deterministic=deterministic)
     if schedule is None:
         schedule = make_schedule(

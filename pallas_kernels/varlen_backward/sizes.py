@@ -19,7 +19,8 @@ class BackwardSizes:
     """Static sizes of the backward kernels.
 
     Attributes:
-        tile_q: Queries per main-loop step: 64 or 128; 64 with per_warp_mma.
+        tile_q: Queries per main-loop step: 64 or 128; 64 with per_warp_mma, 128 for heads of up to 64 without
+            dq_sizes.
         stages: Pipeline stages of queries, at least 2; 1 or 2 with per_warp_mma.
         l2_bytes: Bytes of queries and their gradients that are processed together, so that they stay in L2; 0
             processes the longest work tiles first regardless. On an H200, 16 MB beat
@@ -28,7 +29,8 @@ class BackwardSizes:
             instead of five matrix products in total. None adds up dq in the dk/dv kernel, in an undefined
             order. Its `per_warp_mma` and `gpu` are those of all backward kernels.
         separate_dk_dv: Whether one kernel computes dk and another one dv, with eight matrix products in
-            total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
+            total; requires dq_sizes. Required for heads wider than 128, which leave no registers for both
+            gradients.
         warpgroups: Computing warpgroups of the dk/dv kernels, with 64 keys each: 2; 1 or 2 with
             per_warp_mma. With 1, a thread block computes half of a work tile.
         teams: Teams that the warpgroups of the dk/dv kernel form: 1, or 2 with dq_sizes. With 2, each
@@ -114,6 +116,21 @@ class BackwardSizes:
         if dq is None or self.separate_dk_dv or self.per_warp_mma:
             return False
         return (dq.tile_kv, dq.warpgroups) == (PANEL, WARPGROUPS)
+
+
+def check_head_dim(sizes: BackwardSizes, head_dim: int) -> None:
+    """Raise ValueError if the kernels of these sizes cannot compute the gradients of heads of this width."""
+    fix = f"Use default_sizes({head_dim})"
+    if head_dim > MAX_FUSED_DIM and not sizes.separate_dk_dv:
+        raise ValueError(
+            f"sizes.separate_dk_dv must be True for heads wider than {MAX_FUSED_DIM}, got False with "
+            f"head_dim={head_dim}. Separate kernels of dk and dv have no teams. {fix}."
+        )
+    if head_dim <= PANEL and sizes.dq_sizes is None and sizes.tile_q == PANEL:
+        raise ValueError(
+            f"sizes.tile_q must be {WARPGROUPS * PANEL} for heads of at most {PANEL} without dq_sizes, got "
+            f"{sizes.tile_q} with head_dim={head_dim}. {fix}."
+        )
 
 
 # Number of 64-element panels per head -> sizes. Two warpgroups share a step's dq by whole panels, so heads of

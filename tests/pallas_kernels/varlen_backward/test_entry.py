@@ -448,6 +448,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             BackwardSizes(**changes)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "changes", "message"),
+        [
+            (192, {}, "sizes.separate_dk_dv must be True for heads wider than 128, got False .*=192"),
+            (256, {"dq_sizes": PrefillSizes(teams=2)}, r"separate_dk_dv must .* Use default_sizes\(256\)"),
+            (192, {"teams": 2, "dq_sizes": PrefillSizes()}, "separate_dk_dv must be True"),
+            (64, {}, r"sizes.tile_q must be 128 .*, got 64 with head_dim=64. Use default_sizes\(64\)"),
+        ],
+    )
+    def test_sizes_that_do_not_support_the_head_dim_are_rejected(self, head_dim, changes, message):
+        arrays = {name: jnp.zeros((*shape[:2], head_dim), jnp.bfloat16) for name, shape in ARGUMENTS.items()}
+        with pytest.raises(ValueError, match=message):
+            varlen_backward(**plain_arguments(**arrays, sizes=BackwardSizes(**changes)))
+
     def test_empty_inputs_give_empty_gradients(self):
         empty = {name: jnp.zeros((0, *shape[1:]), jnp.bfloat16) for name, shape in ARGUMENTS.items()}
         grads = varlen_backward(**plain_arguments(**empty, lse=jnp.zeros((4, 0))))

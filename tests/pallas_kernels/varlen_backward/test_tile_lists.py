@@ -296,7 +296,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("names", [("order",), ("entries", "num_partial", "num_full")])
     def test_lists_of_other_tile_sizes_are_rejected(self, names):
-        arguments, sizes = plain_arguments(), BackwardSizes()
+        arguments, sizes = plain_arguments(), default_sizes(64)
         lens = [arguments[field] for field in PackedLens._fields]
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
         schedule = make_schedule(*lens, kv_tokens=16, **static)
