@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.kernels.cases import PREFILL
 from benchmarks.kernels.prefill import Work, format_sizes, measure
 from benchmarks.runner import Rows
+from jattn.runtime.executables import available_cores
 from pallas_kernels.varlen_prefill import SHARED_MEMORY, PrefillSizes
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes",
         type=int,
-        default=os.cpu_count(),
+        default=available_cores(),
         help="Processes that compile. One measures at a time.",
     )
     parser.add_argument("--out", help="Directory for the result rows.")
