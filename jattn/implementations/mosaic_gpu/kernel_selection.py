@@ -115,7 +115,8 @@ def _choose_prefill(
     if reason is not None:
         return reason
     if mask is not None:
-        max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
+        # One packed request may have all tokens.
+        max_seq_len = region.bucket.max_tokens if is_packed else region.max_blocks * region.block_size
         list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
         columns_sizes, packed = None, None
         # A score function needs the positions of a tile's keys, which must be consecutive.

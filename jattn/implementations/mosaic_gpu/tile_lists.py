@@ -188,7 +188,7 @@ def _run_block_size(mask: Mask, bounds: MaskBounds) -> int:
     """Return the keys per listed block of a mask with `has_short_runs`; 0 if there are none, or too many."""
     if not any(factor.has_short_runs for factor in factors(mask)):
         return 0
-    return next((size for size in RUN_BLOCK_SIZES if bounds.max_kv_tiles(size) <= MAX_RUN_BLOCKS), 0)
+    return next((size for size in RUN_BLOCK_SIZES if bounds.max_seq_len <= size * MAX_RUN_BLOCKS), 0)
 
 
 def packed_block_size(

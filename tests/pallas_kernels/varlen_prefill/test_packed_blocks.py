@@ -115,6 +115,7 @@ MORE_MASKS = {
         ),
     ),
 }
+MORE_MASKS["slashes_64"] = MORE_MASKS["slashes_32"]
 SHARED_MASKS = ["shared_16", "shared_32", "shared_64", "for_all_heads_32", "shared_documents_32"]
 # Query heads per KV head -> heads per tile, by the queries per block of a mask that they share.
 PACKED_HEADS = {
@@ -233,6 +234,12 @@ def test_blocks_of_packed_keys_that_start_anywhere_equal_float64():
 )
 def test_unlisted_blocks_of_a_pattern_are_never_read(mask, kv):
     solved({"region": "prompt_206", "mask": mask, "kv": kv, "causal": False}, INTERPRET, is_sparse=True)
+
+
+def test_requests_of_many_tokens_list_larger_blocks_of_packed_keys(monkeypatch):
+    monkeypatch.setattr(tile_lists, "MAX_RUN_BLOCKS", 4)
+    case = {"region": "prompt_206", "mask": "slashes_64", "kv": "no_cache", "head_dim": 128, "causal": False}
+    solved(case, INTERPRET, is_sparse=True)
 
 
 @pytest.mark.slow
@@ -421,6 +428,9 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
         ("slashes_32", {"max_len": 2**17}, "blocks of 32"),
         ("slashes_32", {"max_len": 2**17 + 32}, "blocks of 64"),
         ("slashes_32", {"max_len": 2**18 + 32}, "tiles"),
+        ("slashes_32", {"is_packed": True, "num_tokens": 2**17}, "blocks of 32"),
+        ("slashes_32", {"is_packed": True, "num_tokens": 2**17 + 1}, "blocks of 64"),
+        ("slashes_32", {"is_packed": True, "num_tokens": 2**18 + 1}, "tiles"),
         ("slashes_32", {"gpu": "8.0"}, "tiles"),
         (MORE_MASKS["slashes_32"][0] & masks.Causal(), {}, "blocks of 32"),
         ("strided_64", {}, "blocks of 64"),
@@ -439,16 +449,26 @@ def test_tiles_hold_several_blocks_where_the_kernel_can(mask, options, served_by
 
 
 def chosen_kernel(
-    mask, *, heads=(4, 2), batch_invariant=False, gpu="9.0", block_size=32, head_dim=128, max_len=256
+    mask,
+    *,
+    heads=(4, 2),
+    batch_invariant=False,
+    gpu="9.0",
+    block_size=32,
+    head_dim=128,
+    max_len=256,
+    num_tokens=256,
+    is_packed=False,
 ):
     """Return the configuration of the prefill kernel for a mask."""
     spec = jattn.AttentionSpec(
         num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, batch_invariant=batch_invariant
     )
-    bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=256, max_blocks=max_len // block_size)
+    max_blocks = 0 if is_packed else max_len // block_size
+    bucket = jattn.Bucket(max_prefills=4, max_prefill_tokens=num_tokens, max_blocks=max_blocks)
     cache = jattn.CacheSpec(num_blocks=64, block_size=block_size, num_kv_heads=heads[1], head_dim=head_dim)
     (region,) = region_sizes(abstract_metadata(bucket, block_size))
-    return choose_kernel(layer_config(spec, cache), region, mask, gpu)
+    return choose_kernel(layer_config(spec, None if is_packed else cache), region, mask, gpu)
 
 
 @pytest.mark.parametrize(
