@@ -74,7 +74,6 @@ ARCHITECTURES = {
     "12.1": Architecture(card="GB10", num_sms=48, bandwidth=273, smem_bytes=SMALL_SMEM),
 }
 HOPPER = ("9.0",)
-SINCE_HOPPER = tuple(name for name, architecture in ARCHITECTURES.items() if architecture.has_tma)
 SINCE_AMPERE = tuple(ARCHITECTURES)
 
 

@@ -64,7 +64,7 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
     if isinstance(cache_spec, CacheSpec):
         _check_blocks(step, rows, cache_spec)
         tokens = _check_tokens(step, rows)
-        _check_slots_differ(tokens, step.block_size)
+        _check_slots_differ(tokens)
         _check_sharing(step, rows, tokens)
         return
     _check_nothing_is_written(step)
@@ -204,7 +204,7 @@ def _check_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
     return _Tokens(row, position, expected)
 
 
-def _check_slots_differ(tokens: _Tokens, block_size: int) -> None:
+def _check_slots_differ(tokens: _Tokens) -> None:
     order = np.argsort(tokens.slots, kind="stable")
     slots, rows = tokens.slots[order], tokens.rows[order]
     for i in np.flatnonzero(slots[1:] == slots[:-1])[:1]:

@@ -9,7 +9,7 @@ import jattn
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop
-from jattn.serving.engine.sampler import build_sampling_metadata, make_sampler, sample
+from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 from tests.tiny_step import (
     BLOCK_SIZE,
@@ -40,6 +40,15 @@ sample_jit = jax.jit(sample)
 
 def likeliest(logits, index):
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def make_sampler(params, num_generated):
+    """Return `sample` for tokens after num_generated, as a pytree: its arrays are traced."""
+    return jax.tree_util.Partial(sample_after, params, num_generated)
+
+
+def sample_after(params, num_generated, logits, index):
+    return sample(logits, params, num_generated + index)
 
 
 def noisy_caches():

@@ -5,7 +5,7 @@ A draft is accepted if the model samples the same token.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,21 +133,6 @@ def sample(
         noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
         logits = jnp.where(samples[:, None], z + noise, logits)  # one argmax for all rows
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def make_sampler(
-    params: SamplingMetadata, num_generated: Int[Array, " reqs"]
-) -> Callable[[Array, Array], Array]:
-    """Return `sample` in the form that decode_loop requires: `(logits, index) -> tokens`.
-
-    `index` counts the steps after num_generated. The result is a pytree whose arrays are traced if it is
-    passed to a jitted function.
-    """
-    return jax.tree_util.Partial(_sample_after, params, num_generated)
-
-
-def _sample_after(params: SamplingMetadata, num_generated: Array, logits: Array, index: Array) -> Array:
-    return sample(logits, params, num_generated + index)
 
 
 def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Float32[Array, " vocab"]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jattn.serving.engine import sampler
-from jattn.serving.engine.sampler import build_sampling_metadata, make_sampler, sample
+from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 
 VOCAB, CHUNK = 7, 500
@@ -207,13 +207,6 @@ def test_samples_depend_on_the_seed_and_the_token_number():
     np.testing.assert_array_equal(first, draws(LOGITS, params, 200))
     assert (first != draws(LOGITS, SamplingParams(temperature=1.0, seed=12), 200)).mean() > 0.5
     assert (first[1:] != first[:-1]).mean() > 0.5
-
-
-def test_a_sampler_counts_on_from_num_generated():
-    rows = build_sampling_metadata([SamplingParams(temperature=1.0, seed=s) for s in range(4)])
-    logits, counts = jnp.tile(jnp.asarray(LOGITS), (4, 1)), jnp.asarray([0, 5, 9, 2], jnp.int32)
-    drawn = make_sampler(rows, counts)(logits, jnp.int32(3))
-    np.testing.assert_array_equal(drawn, sample(logits, rows, counts + 3))
 
 
 DRAWN = SamplingParams(temperature=0.7, min_p=0.1, seed=9)
