@@ -172,10 +172,10 @@ def serving() -> list[str]:
             f"engine-workload-{DATE_H200}-23.jsonl", f"engine-workload-peer-{DATE_H200}-23.jsonl"
         ),
         "These tables show the time until the engine is ready, and until all 30 executables exist. In the last row, the engine serves\n"
-        "nano-vllm's requests from the moment that it is ready (`python -m benchmarks starts --first-minute`). The second table is of slower hosts, where other\n"
-        "programs ran during the first minute:\n",
+        "nano-vllm's requests from the moment that it is ready (`python -m benchmarks starts --first-minute`).\n"
+        "The host of the second table is slower:\n",
         models.start_table("starts-nvidia-h100-80gb-hbm3-2026-11-27.jsonl"),
-        models.start_table("starts-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
+        models.start_table(f"starts-{DATE_H200}-29.jsonl"),
         "### Speculative decoding\n",
         "Prompt lookup proposes 7 tokens on a model with known continuations (`python -m benchmarks drafts`). The texts of `copying` repeat\n"
         "themselves. All drafts for the other texts are rejected.\n",
