@@ -210,7 +210,7 @@ def attend_regions(
         regions: Plan of each region that the step has.
         sinks: Attention sinks, [q_heads].
         alibi_slopes: ALiBi slopes, [q_heads].
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
         saved_outputs: Output and log-sum-exp that an earlier call returned for packed keys of a step with one
             region. They are returned with attention's gradient instead of being computed again.
         layer: Plan of the layer (static).

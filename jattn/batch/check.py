@@ -35,8 +35,7 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
 
     - the blocks of every row belong to the cache and hold the row's keys;
     - every written token goes to the slot that its row's block table has for its position, no two tokens
-    share
-      a slot, and none is written to block 0, the null block that padding points to;
+      share a slot, and none is written to block 0, the null block that padding points to;
     - what a row writes into a shared block is context of the other rows, at the same position;
     - padding writes nothing, and the regions are as described in `BatchMetadata`.
 

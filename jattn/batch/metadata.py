@@ -158,10 +158,9 @@ def build_batch_metadata(
         seq_lens: Total number of tokens per request, the new ones included.
         block_table: Block ids per request, in order: lists, each at least as long as its request needs, or a
             2-D array. Pad the rows of an array with a negative id, which raises ValueError where a block is
-            needed;
-            other padding cannot be told from a block. None means no cache (encoder-only attention): every
-            slot is -1, and the PackedKV passed to `attend` must hold all `seq_lens[r]` keys of a request,
-            including a decode's context.
+            needed; other padding cannot be told from a block. None means no cache (encoder-only attention):
+            every slot is -1, and the PackedKV passed to `attend` must hold all `seq_lens[r]` keys of a
+            request, including a decode's context.
         block_size: Number of tokens per block.
         bucket: Static sizes to pad to; None uses exactly these requests. Overrides decode_query_len.
         decode_query_len: Number of tokens per decode row if `bucket` is None.

@@ -132,7 +132,7 @@ def attend_arrays(
         arrays: Queries, keys and values.
         mask_inputs: Segment ids, document boundaries and mask.
         per_head: Parameters per head: sinks and alibi_slopes.
-        score_mod: Score function; None: none.
+        score_mod: Score function; None without one.
         spec: Static: attention spec.
         implementation: Static: implementation name, tuple of names, or None.
     """

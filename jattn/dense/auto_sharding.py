@@ -65,10 +65,8 @@ def call_partitioned(function: ShardFunction, args: Any, in_specs: Any, out_spec
     @custom_vmap
     def attend(*leaves: Array) -> list[Array]:
         jaxpr = jax.make_jaxpr(call_unsharded)(*leaves)
-        consts, num_leaves = (
-            jaxpr.consts,
-            len(leaves),
-        )  # The constants are arrays that mask functions capture.
+        consts = jaxpr.consts  # arrays that mask functions capture
+        num_leaves = len(leaves)
         if any(isinstance(const, jax.core.Tracer) for const in consts):
             # Tracers do not outlive this trace, but the partitioner is called later.
             return call_unsharded(*leaves)

@@ -1,14 +1,13 @@
 """`attention_fn` for Flax's multi-head attention, with all features of an AttentionSpec.
 
-Causality, windows, chunks, patterns and ALiBi depend on the position of each query among the keys. Positions
-are given by `input_positions`. Otherwise:
+Causality, windows, chunks, masks and ALiBi depend on the position of each query among the keys. The positions
+are `input_positions`. Without them:
 
 - If there are as many queries as keys, query i is at key i.
 - A single query with a mask is at the last key that the mask shows, which is the cache index in Flax's decode
   mode.
 - Without a mask, the last query is at the last key (bottom-right aligned). There must be at least as many
-keys
-  as queries.
+  keys as queries.
 
 Calls with as many queries as keys, or without dependence on positions, run `attention`, whose memory is
 linear in tokens. Other calls, and calls with a bias, need memory proportional to queries x keys.
@@ -105,13 +104,14 @@ def attention_fn(
     per_head = spec.per_head(sinks, alibi_slopes)
     _check_scores_shape(query, key, bias=bias, mask=mask)
     inputs = FlaxInputs(query, key, value, bias, mask, input_positions, **per_head)
-    is_cut = explicit_sharding(query, key, value) is not None
-    out = (_attend_on_devices if is_cut else _attend)(inputs, spec, is_causal, as_static_arg(implementation))
+    is_sharded = explicit_sharding(query, key, value) is not None
+    attend = _attend_sharded if is_sharded else _attend
+    out = attend(inputs, spec, is_causal, as_static_arg(implementation))
     return out.astype(query.dtype if dtype is None else dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "is_causal", "implementation"))
-def _attend_on_devices(
+def _attend_sharded(
     inputs: FlaxInputs, spec: AttentionSpec, is_causal: bool, implementation: ImplementationArg
 ) -> Float[Array, "..."]:
     """Compute `attention_fn` of arrays sharded over Explicit mesh axes."""
@@ -226,11 +226,7 @@ def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> Non
 
 def _check_unsupported(dropout_rate: float, module: Any) -> None:
     if dropout_rate > 0:
-        raise unsupported(
-            f"dropout_rate={dropout_rate}",
-            NO_DROPOUT,
-            "Pass dropout_rate=0",
-        )
+        raise unsupported(f"dropout_rate={dropout_rate}", NO_DROPOUT, "Pass dropout_rate=0")
     if module is not None:
         feature, reason = f"module={type(module).__name__}", "attention_fn cannot sow attention weights"
         raise unsupported(feature, reason, "Pass sow_weights=False, or use nnx.dot_product_attention")

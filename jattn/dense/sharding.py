@@ -77,10 +77,8 @@ class AttentionSharding(NamedTuple):
     def local_kv_heads(self, keys: Array) -> Array:
         """Return the keys or values of the kv heads that a device's query heads need.
 
-        Runs inside shard_map, on each device.
-
-        If the query heads are sharded more finely than the kv heads, devices share kv heads and each needs
-        one.
+        Runs inside shard_map, on each device. If the query heads are sharded more finely than the kv heads,
+        devices share kv heads and each needs one.
         """
         kv_heads = keys.shape[-2]
         if self._num_replicas == 1 or kv_heads == 1:

@@ -78,7 +78,7 @@ def attend(
         kernel_plan: Kernel plan of the region; None computes it here.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
         return_lse: Return the log-sum-exp.
         saved_outputs: Output and log-sum-exp if they are known. They are returned with attention's gradient
             instead of being computed.

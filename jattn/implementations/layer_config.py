@@ -109,7 +109,7 @@ def layer_config(
         spec: Attention of the layer.
         cache: Cache or CacheSpec of the layer; None for keys outside a cache.
         query_dtype: Dtype of the queries; None uses the cache's compute dtype.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
     """
     dtype = jnp.dtype(_compute_dtype(cache) if query_dtype is None else query_dtype)
     function = None if score_mod is None else score_mod.static_part

@@ -152,9 +152,7 @@ def _write(file: pathlib.Path, executable: jax.stages.Compiled, results: Any) ->
     try:
         data, _, _ = serialize_executable.serialize(executable)
         content = pickle.dumps((data, results))
-    except (
-        Exception
-    ) as error:  # XLA cannot serialize executables that came from JAX's cache on every platform.
+    except Exception as error:  # XLA cannot serialize all executables from JAX's cache on every platform.
         log.info("An executable is not kept in %s: %s", file, error)
         return
     file.parent.mkdir(parents=True, exist_ok=True)

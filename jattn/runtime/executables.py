@@ -122,8 +122,8 @@ class ExecutableCache:
             workers: Number of threads that compile.
             on_ready: Function to call when an executable is ready.
             on_compiled: Function to call with a compiled bucket and its executable.
-            kept: Buckets whose executables `on_compiled` keeps; it has them once they are lowered. If they
-                are all of a group, JAX writes none of the group to its cache.
+            kept: Buckets whose executables `on_compiled` writes to files; buckets may be added while they are
+                lowered. JAX's cache is not written for groups that contain no others.
         """
 
         def lower_or_load(claim: Claim) -> jax.stages.Lowered | None:

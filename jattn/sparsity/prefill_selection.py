@@ -38,9 +38,8 @@ def select_prefill_blocks(
     """Select the fewest key blocks that hold `mass` of the estimated attention, per head and query block.
 
     The attention of a query block to the key blocks is estimated as softmax(mean query . mean key). The first
-    and the most recent blocks of a request, and blocks that score NaN, are always selected. Works inside
-    jit. Cached
-    context counts as keys.
+    and the most recent blocks of a request, and blocks that score NaN, are always selected. Cached context
+    counts as keys. Works inside jit.
 
     Args:
         query: Queries of the step; those in the prefill region are divided into blocks.

@@ -44,7 +44,7 @@ def attend(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
         return_lse: Return the log-sum-exp; if False, None may be returned instead.
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """

@@ -92,7 +92,7 @@ def gradients(
         grad_lse: Gradient of lse; None is 0.
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
     columns = None

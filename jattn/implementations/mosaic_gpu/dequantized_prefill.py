@@ -70,7 +70,7 @@ def attend_dequantized(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
         return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """

@@ -133,7 +133,7 @@ def attend(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None: none.
+        score_mod: Score function of the layer; None without one.
     """
     bucket, num_decodes = metadata.bucket, metadata.bucket.max_decodes
     if bucket.max_tokens == 0 or has_no_keys(kv, metadata):

@@ -182,7 +182,7 @@ class Scheduler:
     def schedule(self, num_draft_tokens: int = 0) -> Step | None:
         """Return the next step with its blocks allocated, or None if there is nothing to run.
 
-        Call `complete` once the step has been started; otherwise the same rows are scheduled again.
+        Call `update_after_start` once the step has been started; otherwise the same rows are scheduled again.
 
         Args:
             num_draft_tokens: Number of draft tokens per row. Ignored unless `can_draft` allows it.

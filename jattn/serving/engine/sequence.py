@@ -13,12 +13,10 @@ from jattn.serving.engine.outputs import GenerationMetrics, GenerationResult, Lo
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.structured_outputs import TokenMask
 
-# Tokens. An unsuccessful attempt (wait for the last step, draft, restart without drafts) took 14 ms or three
-# steps of an 8B model on an H200 (rows `drafts`): 5 attempts in 512 tokens cost 3 %, and 12, as with 64 here,
-# cost 7 %.
+# Maximum pause of drafting, in tokens. An unsuccessful attempt (wait for the last step, draft, restart
+# without drafts) took 14 ms or three steps of an 8B model on an H200 (rows `drafts`): 5 attempts in 512
+# tokens cost 3 %, and the 12 attempts of MAX_PAUSE = 64 cost 7 %.
 MAX_PAUSE = 256
-
-
 MIN_EXPECTED = 1.0  # expected number of accepted drafts when drafting resumes
 
 
@@ -150,7 +148,7 @@ class SequenceState:
     texts: list[str] = dataclasses.field(default_factory=list)
     num_returned: int = 0
     arrival_time: float = dataclasses.field(default_factory=time.perf_counter)
-    queue_time: float | None = None  # seconds from arrival to the first step
+    queue_time: float | None = None
     num_cached_tokens: int = 0
     times: list[float] = dataclasses.field(default_factory=list)
 

@@ -14,8 +14,6 @@ from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.step import BALANCE_TOKENS
 
 RESUME_HITS = 3  # drafts: a first step with drafts costs as much as 3 steps (see MAX_PAUSE)
-
-
 OVERHEAD = 1.1  # relative cost of a step with drafts: it cannot overlap the next one's preparation
 
 
@@ -67,7 +65,6 @@ class Speculation:
         """Return whether to draft for a sequence.
 
         After rejected lookup drafts, later drafts are only compared with the generated tokens, not verified.
-
         A draft is accepted if the model samples it, and drafts do not change what the model samples. So the
         later tokens show which drafts would have been accepted.
 

@@ -263,10 +263,9 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 def table_widths(max_blocks: int) -> list[int]:
     """Return the widths of block tables: `max_blocks`, then repeatedly an eighth of the previous width.
 
-    The smallest width is at least MIN_TABLE_WIDTH, unless max_blocks is smaller.
-
-    A step transfers its table to the device (rows x columns), and the maximum request length affects the
-    kernel choice, so short requests should not use the widest table.
+    The smallest width is at least MIN_TABLE_WIDTH, unless max_blocks is smaller. A step transfers its table
+    (rows x columns) to the device, and the maximum request length affects the kernel choice, so short
+    requests should not use the widest table.
     """
     widths = [max_blocks]
     while widths[-1] > MIN_TABLE_WIDTH:

@@ -57,8 +57,7 @@ def program(exchange: Exchange) -> str:
     """Return the PTX of a thread.
 
     Operands: $0 to $2 the addresses of the table, x and the result, $3 of shared memory; $4 and $5 the
-        indices of
-    the thread block and the thread.
+    indices of the thread block and the thread.
     """
     lines = [
         *declare_registers(exchange),
