@@ -319,10 +319,10 @@ class DecodeGraphs:
             file, results = self._unwritten.pop(bucket)
             self._files.write_later(file, executable, results)
 
-    def _lower(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
-        layout = self._layout_of(brought)
-        self._cache_shapes[brought[0].bucket] = jax.tree.map(_abstract, caches)
-        return self._step.lower(structure, layout, leaves, caches, *layout.pack(brought))
+    def _lower(self, structure: Any, leaves: Any, caches: Any, *step_inputs: Any) -> jax.stages.Lowered:
+        layout = self._layout_of(step_inputs)
+        self._cache_shapes[step_inputs[0].bucket] = jax.tree.map(_abstract, caches)
+        return self._step.lower(structure, layout, leaves, caches, *layout.pack(step_inputs))
 
     def _layout_of(self, step_inputs: Sequence[Any]) -> TransferLayout:
         """Return the layout of a step's metadata and inputs, and keep it for the bucket's calls."""
@@ -456,10 +456,10 @@ def _on_leaves(
     leaves: Any,
     caches: Any,
     packed: Any,
-    unpacked: Any,
+    remaining: Any,
 ) -> tuple[Any, Any]:
     """Call the step with its parameters as a flat list and the host arrays packed into one."""
-    result = step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
+    result = step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, remaining))
     _require_outputs_and_caches(result, caches)
     return result
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jattn.runtime.executables import GENERATES_CODE
+from jattn.runtime.executables import CODEGEN_LOCK
 from jattn.runtime.lowering import LoweringRequest
 from pallas_kernels import support
 
@@ -141,7 +141,7 @@ class ExecutableFiles:
         while threading.main_thread().is_alive():
             now = time.monotonic()
             is_quiet = now - self.last_step > QUIET_SECONDS or now - start > BUSY_SECONDS
-            if is_quiet and not GENERATES_CODE.locked():
+            if is_quiet and not CODEGEN_LOCK.locked():
                 return True
             time.sleep(0.05)
         return False

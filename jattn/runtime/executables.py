@@ -28,10 +28,10 @@ type Claim = tuple[Bucket, concurrent.futures.Future[jax.stages.Compiled]]
 
 KERNEL_CALL = "mosaic_gpu_v2"  # the custom call of Mosaic GPU kernels
 NICENESS = 10  # of processes and threads that lower and compile steps
-GENERATES_CODE = threading.Lock()  # held by the group that compiles, of all caches in the process
+CODEGEN_LOCK = threading.Lock()  # held by the group that compiles, of all caches in the process
 # Held by a background thread for work that keeps the interpreter lock. A thread that runs steps then waits
 # for one such thread, not for a dozen.
-LONG_PYTHON = threading.Lock()
+LONG_PYTHON_LOCK = threading.Lock()
 # Seconds until a thread asks for the interpreter lock, while others compile. A thread that runs steps waits
 # as long for each thread before it, and Python's default is 5 ms.
 SWITCH_INTERVAL = 0.0005
@@ -87,7 +87,7 @@ class ExecutableCache:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             for bucket in buckets:
                 slots.acquire()
-                if _is_over():  # before claiming a bucket that would never be compiled
+                if _has_main_thread_ended():  # before claiming a bucket that would never be compiled
                     return
                 future, is_mine = self._claim(bucket)
                 running.append(future)
@@ -150,7 +150,7 @@ class ExecutableCache:
                 steps = [(claim, _result(lowering.pop(claim[0]))) for claim in group]
                 to_compile = [(claim, lowered) for claim, lowered in steps if lowered is not None]
                 del steps
-                with GENERATES_CODE:
+                with CODEGEN_LOCK:
                     compile_kernels([lowered for _, lowered in to_compile])
                     is_kept = all(claim[0] in kept for claim, _ in to_compile)
                     with _no_cache_writes() if is_kept else contextlib.nullcontext():
@@ -279,7 +279,7 @@ def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
     call = jax.ffi.ffi_call(KERNEL_CALL, jax.ShapeDtypeStruct((1,), jnp.float32))
 
     def compile(kernel: dict[str, Any]) -> None:
-        with LONG_PYTHON:
+        with LONG_PYTHON_LOCK:
             lowered = jax.jit(lambda: call(**kernel)).lower()
         lowered.compile()
 
@@ -351,7 +351,7 @@ def _no_cache_writes() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _is_over() -> bool:
+def _has_main_thread_ended() -> bool:
     """Return whether the main thread has ended."""
     return not threading.main_thread().is_alive()
 
@@ -362,7 +362,7 @@ def _result[T](future: concurrent.futures.Future[T]) -> T:
     Raises:
         CancelledError: The main thread has ended.
     """
-    while not _is_over():
+    while not _has_main_thread_ended():
         with contextlib.suppress(TimeoutError):
             return future.result(timeout=1)
     raise concurrent.futures.CancelledError

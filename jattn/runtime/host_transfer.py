@@ -89,10 +89,10 @@ class TransferLayout(NamedTuple):
 
     def unpack(self, packed: Any, remaining: Sequence[Any]) -> Any:
         """Return the arguments from the packed array and the remaining leaves. Works inside jit."""
-        leaves, unpacked, starts = [], iter(remaining), iter(self.starts)
+        leaves, other_leaves, starts = [], iter(remaining), iter(self.starts)
         for packed_as in self.leaves:
             if packed_as is None:
-                leaves.append(next(unpacked))
+                leaves.append(next(other_leaves))
                 continue
             start = next(starts)
             words = packed[start : start + math.prod(packed_as.shape)].reshape(packed_as.shape)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jattn.runtime.executables import KERNEL_CALL, LONG_PYTHON, NICENESS
+from jattn.runtime.executables import KERNEL_CALL, LONG_PYTHON_LOCK, NICENESS
 from jattn.runtime.host_transfer import TransferLayout
 from pallas_kernels import support
 
@@ -62,7 +62,7 @@ class LoweredModule:
     """An exported step over the leaves of its arguments, and the structure of its results.
 
     Attributes:
-        exported: Exported function `(parameter leaves, cache leaves, packed, unpacked) -> result leaves`.
+        exported: Exported function `(parameter leaves, cache leaves, packed, remaining) -> result leaves`.
         results: Outputs and caches, as ShapeDtypeStructs.
     """
 
@@ -70,16 +70,16 @@ class LoweredModule:
     results: tuple[Any, Any]
 
     def lower(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lower the module in this process for (parameter leaves, caches, packed, unpacked).
+        """Lower the module in this process for (parameter leaves, caches, packed, remaining).
 
         The caches are donated.
         """
 
-        def step(leaves: Any, caches: Any, packed: Any, unpacked: Any) -> Any:
-            results = self.exported.call(leaves, jax.tree.leaves(caches), packed, unpacked)
+        def step(leaves: Any, caches: Any, packed: Any, remaining: Any) -> Any:
+            results = self.exported.call(leaves, jax.tree.leaves(caches), packed, remaining)
             return jax.tree.unflatten(jax.tree.structure(self.results), results)
 
-        with LONG_PYTHON:
+        with LONG_PYTHON_LOCK:
             return jax.jit(step, donate_argnums=1).lower(*arguments)
 
 
@@ -145,17 +145,17 @@ class LoweringRequest(NamedTuple):
 def export(step: AbstractStep, inputs: tuple[Any, ...], platform: str) -> LoweredModule:
     """Trace and lower a step for a platform, which this process need not have."""
     layout = TransferLayout.of(inputs, from_host=step.from_host)
-    packed, unpacked = layout.pack(inputs)
+    packed, remaining = layout.pack(inputs)
     leaves, structure = jax.tree.flatten(step.params)
     cache_leaves, cache_structure = jax.tree.flatten(step.caches)
     result_structures: list[Any] = []
 
-    def run(leaves: Any, cache_leaves: Any, packed: Any, unpacked: Any) -> list[Any]:
+    def run(leaves: Any, cache_leaves: Any, packed: Any, remaining: Any) -> list[Any]:
         params, caches = (
             jax.tree.unflatten(*tree) for tree in ((structure, leaves), (cache_structure, cache_leaves))
         )
         results, result_structure = jax.tree.flatten(
-            step.step(params, caches, *layout.unpack(packed, unpacked))
+            step.step(params, caches, *layout.unpack(packed, remaining))
         )
         result_structures.append(result_structure)
         return results
@@ -163,7 +163,7 @@ def export(step: AbstractStep, inputs: tuple[Any, ...], platform: str) -> Lowere
     checks = [jax.export.DisabledSafetyCheck.custom_call(KERNEL_CALL)]  # It is allowed only by name.
     exported = jax.export.export(
         jax.jit(run, donate_argnums=1), platforms=[platform], disabled_checks=checks
-    )(leaves, cache_leaves, packed, unpacked)
+    )(leaves, cache_leaves, packed, remaining)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals]
     return LoweredModule(
         dataclasses.replace(exported, _get_vjp=None), jax.tree.unflatten(result_structures[0], shapes)
@@ -198,7 +198,7 @@ class LoweringProcesses:
         if isinstance(answer, str):
             log.info("A step is lowered in the process that runs it: %s", answer)
             return None
-        with LONG_PYTHON:
+        with LONG_PYTHON_LOCK:
             module: LoweredModule = pickle.loads(answer)
         return module
 

@@ -11,7 +11,7 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.runtime import executable_files
 from jattn.runtime.executable_files import FOLDER, ExecutableFiles
-from jattn.runtime.executables import GENERATES_CODE, ExecutableCache
+from jattn.runtime.executables import CODEGEN_LOCK, ExecutableCache
 from jattn.runtime.lowering import AbstractStep, PickledStep
 from tests.subprocesses import ROOT
 
@@ -55,7 +55,7 @@ class TestWriting:
 
     def test_waits_while_others_compile(self, files, executable):
         file = files.file_of(request(), {})
-        with GENERATES_CODE:
+        with CODEGEN_LOCK:
             files.write_later(file, executable, 0)
             time.sleep(0.3)
             assert not file.exists()

@@ -148,7 +148,9 @@ class ResolvedConfig(EngineConfig):
         """Number of blocks of each layer's cache; one number if all layers share a block table."""
         if not self.window_layers:
             return self.num_blocks
-        return tuple([self.num_window_blocks if own else self.num_blocks for own in self.window_layers])
+        return tuple(
+            [self.num_window_blocks if is_windowed else self.num_blocks for is_windowed in self.window_layers]
+        )
 
 
 def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | None) -> ResolvedConfig:
@@ -387,8 +389,8 @@ def resolve_num_blocks(
         ValueError: If fewer than two blocks fit, or the device does not have the memory.
     """
     specs = [*cache_specs(config, model, 1, block_size)]
-    own_blocks = getattr(model, "sliding_window_layers", ())
-    window_specs = [spec for spec, is_own in zip(specs, own_blocks, strict=False) if is_own]
+    window_layers = getattr(model, "sliding_window_layers", ())
+    window_specs = [spec for spec, is_windowed in zip(specs, window_layers, strict=False) if is_windowed]
     if draft_model is not None:
         specs += cache_specs(EngineConfig(), draft_model, 1, block_size)
     num_devices = num_mesh_devices(model)

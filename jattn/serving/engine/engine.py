@@ -232,9 +232,9 @@ class Engine:
             num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
             num_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
             time_to_first_token=core.time_to_first_token,
-            inter_token_latency=core.times,
-            queue_time=core.queue_times,
-            prefill_time=core.prefill_times,
+            inter_token_latency=core.inter_token_latency,
+            queue_time=core.queue_time,
+            prefill_time=core.prefill_time,
             step_tokens=core.step_tokens,
         )
 

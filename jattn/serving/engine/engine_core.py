@@ -41,22 +41,23 @@ type StepInFlight = tuple[Step, StepInputs, StepOutputs]
 
 
 class EngineCore:
-    """The unfinished sequences by number, and the loop that runs them.
+    """The unfinished sequences by id, and the loop that runs them.
 
-    A number is the scheduler's request id.
+    The scheduler schedules sequences: the id of a sequence is its request id there.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, speculation: Speculation | None = None) -> None:
         """Start without sequences. If `speculation` is None, no tokens are drafted."""
         self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
         self._sequences: dict[int, SequenceState] = {}  # the unfinished sequences
-        self._with_mask: dict[int, SequenceState] = {}  # unfinished sequences with a mask
-        self._new_numbers = itertools.count()
+        self._masked_sequences: dict[int, SequenceState] = {}  # those with a mask
+        self._new_ids = itertools.count()
         self._in_flight: collections.deque[StepInFlight] = collections.deque()  # started and not read
         self._num_in_flight_before_read: int | None = None  # set while waiting for a step
         weakref.finalize(self, _wait_for_steps, self._in_flight)  # Runs at process exit at the latest.
-        self.time_to_first_token, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
-        self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
+        self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN)
+        self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY)
+        self.queue_time, self.prefill_time = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.num_generated = self.num_failed_steps = 0
 
@@ -71,7 +72,9 @@ class EngineCore:
             # Read what the next step depends on: accepted drafts, or the last token of a changing mask. More
             # than one step is unread if reading was interrupted.
             has_drafts = bool(self._in_flight) and self._in_flight[-1][0].num_draft_tokens > 0
-            needs_last_token = any([sequence.needs_last_token for sequence in self._with_mask.values()])
+            needs_last_token = any(
+                [sequence.needs_last_token for sequence in self._masked_sequences.values()]
+            )
             self._postprocess(keep=0 if has_drafts or needs_last_token else 1)
             if self._runner.have_weights_changed():
                 self._scheduler.reset_prefix_cache()
@@ -82,9 +85,9 @@ class EngineCore:
             if step is None:
                 self._postprocess(keep=0)
                 return
-            sequences = [self._sequences[number] for number in step.request_ids]
-            for number in step.preempted:
-                self._sequences[number].draft_state.num_read = 0
+            sequences = [self._sequences[seq_id] for seq_id in step.request_ids]
+            for seq_id in step.preempted:
+                self._sequences[seq_id].draft_state.num_read = 0
 
             # Prepare, run and sample. Nothing waits for the device.
             inputs = self._runner.prepare(step, sequences)
@@ -119,22 +122,22 @@ class EngineCore:
         return speculation.num_tokens
 
     def _running(self) -> list[SequenceState]:
-        return [self._sequences[number] for number in self._scheduler.running]
+        return [self._sequences[seq_id] for seq_id in self._scheduler.running]
 
     def _record_start(self, step: Step, sequences: Sequence[SequenceState]) -> list[int]:
         """Record that a step has been started. Return the requests that need no further step."""
         self.step_tokens.add(float(sum(step.query_lens)))
         finished = []
-        for row, (number, sequence) in enumerate(zip(step.request_ids, sequences, strict=True)):
+        for row, (seq_id, sequence) in enumerate(zip(step.request_ids, sequences, strict=True)):
             if sequence.queue_time is None:
                 sequence.queue_time = time.perf_counter() - sequence.arrival_time
-                self.queue_times.add(sequence.queue_time)
+                self.queue_time.add(sequence.queue_time)
                 sequence.num_cached_tokens = step.seq_lens[row] - step.query_lens[row]
             if step.samples[row]:
                 sequence.num_pending += 1
                 sequence.row = row
-                if sequence.num_requested == sequence.max_tokens:
-                    finished.append(number)
+                if sequence.num_sampled == sequence.max_tokens:
+                    finished.append(seq_id)
         return finished
 
     def _postprocess(self, *, keep: int) -> None:
@@ -147,8 +150,8 @@ class EngineCore:
             self._num_in_flight_before_read = None
             is_plain = outputs.num_accepted is None and not (outputs.logprobs or outputs.prompt_logprobs)
             token_ids = outputs.token_ids.tolist()
-            for row, number in enumerate(step.request_ids):
-                sequence = self._sequences.get(number)
+            for row, seq_id in enumerate(step.request_ids):
+                sequence = self._sequences.get(seq_id)
                 if sequence is None:  # It stopped a step ago or was dropped.
                     continue
                 try:
@@ -160,13 +163,13 @@ class EngineCore:
                 except Exception as error:  # Only this sequence fails.
                     sequence.fail(error)
                 if sequence.finish_reason is not None:
-                    self._drop([number])
+                    self._drop([seq_id])
 
     def _append_row(
         self, row: int, sequence: SequenceState, step: Step, inputs: StepInputs, outputs: StepOutputs
     ) -> None:
         """Append a row's new tokens and log-probabilities, in a step with drafts or log-probabilities."""
-        number, params = step.request_ids[row], sequence.sampling_params
+        seq_id, params = step.request_ids[row], sequence.sampling_params
         if outputs.prompt_logprobs is not None and params.prompt_logprobs is not None:
             first, prompt_ids = next_prompt_tokens(step, row, sequence)
             index = int(inputs.logits_indices[row]) + 1 - step.query_lens[row]
@@ -184,8 +187,8 @@ class EngineCore:
             token_ids = outputs.token_ids[row]
             if self._speculation is not None:
                 self._speculation.record(sequence, num_accepted)
-            if num_accepted and number in self._scheduler:
-                self._scheduler.accept(number, num_accepted)
+            if num_accepted and seq_id in self._scheduler:
+                self._scheduler.accept(seq_id, num_accepted)
         sequence.num_pending -= 1
         first_index = 0 if query_len > 1 else row
         for i in range(1 + num_accepted):
@@ -202,48 +205,54 @@ class EngineCore:
         times = sequence.times
         if len(times) == 1:
             self.time_to_first_token.add(times[0])
-            self.prefill_times.add(times[0] - (sequence.queue_time or 0.0))
+            self.prefill_time.add(times[0] - (sequence.queue_time or 0.0))
         else:
-            self.times.add(times[-1] - times[-2])
+            self.inter_token_latency.add(times[-1] - times[-2])
 
     # ------------------------------------------------------------------------------------- sequences
     def has_work(self) -> bool:
         """Return whether sequences are unfinished or a step is in flight."""
         return bool(self._sequences or self._in_flight)
 
-    def are_unfinished(self, numbers: Sequence[int]) -> bool:
-        """Return whether any sequence of `numbers` is unfinished."""
-        return any(number in self._sequences for number in numbers)
+    def are_unfinished(self, seq_ids: Sequence[int]) -> bool:
+        """Return whether any of these sequences is unfinished."""
+        return any(seq_id in self._sequences for seq_id in seq_ids)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Add all sequences of some requests to the queue, and return their numbers."""
+        """Add all sequences of some requests to the queue, and return their ids."""
         with self._fail_all_if_interrupted():
             sequences = [sequence for request in requests for sequence in request.sequences]
-            numbers = list(itertools.islice(self._new_numbers, len(sequences)))
-            self._sequences.update(zip(numbers, sequences, strict=True))
-            masked = [number for number in numbers if self._sequences[number].mask is not None]
-            self._with_mask.update((number, self._sequences[number]) for number in masked)
-            unused = iter(numbers)
+            seq_ids = list(itertools.islice(self._new_ids, len(sequences)))
+            for seq_id, sequence in zip(seq_ids, sequences, strict=True):
+                self._sequences[seq_id] = sequence
+                if sequence.mask is not None:
+                    self._masked_sequences[seq_id] = sequence
+            unused = iter(seq_ids)
             for request in requests:
                 parent = None  # The first completion computes the prompt for all.
                 for sequence in request.sequences:
-                    number = next(unused)
-                    lengths = sequence.num_prompt_tokens, sequence.max_tokens
-                    self._scheduler.add(number, *lengths, sequence.hashes, parent_id=parent)
-                    parent = number if parent is None else parent
-            return numbers
+                    seq_id = next(unused)
+                    self._scheduler.add(
+                        seq_id,
+                        sequence.num_prompt_tokens,
+                        sequence.max_tokens,
+                        sequence.hashes,
+                        parent_id=parent,
+                    )
+                    parent = seq_id if parent is None else parent
+            return seq_ids
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Abort the unfinished ones among the sequences `numbers`. Their tokens in flight are ignored."""
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        """Abort the unfinished ones among some sequences. Their tokens in flight are ignored."""
         with self._fail_all_if_interrupted():
-            self._drop(numbers)
+            self._drop(seq_ids)
 
-    def _drop(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            sequence = self._sequences.pop(number, None)
-            self._with_mask.pop(number, None)
-            if sequence is not None and number in self._scheduler:
-                self._scheduler.abort(number)
+    def _drop(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            sequence = self._sequences.pop(seq_id, None)
+            self._masked_sequences.pop(seq_id, None)
+            if sequence is not None and seq_id in self._scheduler:
+                self._scheduler.abort(seq_id)
 
     def warm_up(self, max_executables: int | None, max_tokens: int | None) -> int:
         """Run executables that have hardly run on an empty batch; see `Engine.warm_up`.
@@ -251,7 +260,7 @@ class EngineCore:
         Raises:
             Exception: The error of a run. All unfinished sequences have ended with it, as in `step`.
         """
-        cold_executables = self._runner.cold_buckets(max_tokens)
+        cold_executables = self._runner.cold_executables(max_tokens)
         if chosen := cold_executables[:max_executables]:  # Do not broadcast empty lists.
             with self._fail_all_on_error():
                 self._runner.warm_up(chosen)
@@ -297,7 +306,7 @@ class EngineCore:
         for sequence in self._sequences.values():
             sequence.fail(error)
         self._sequences.clear()
-        self._with_mask.clear()
+        self._masked_sequences.clear()
         self._in_flight.clear()
         self._scheduler.abort_all()
         self._runner.reset()

@@ -256,8 +256,9 @@ class KVCacheManager:
         """
         if self.num_missing(request, end) > 0:
             return False
-        extension = request.request_id, request.num_computed, end
-        copies = [group.manager.extend(*extension) for group in self._groups]
+        copies = [
+            group.manager.extend(request.request_id, request.num_computed, end) for group in self._groups
+        ]
         if any(copies):
             self.pending_copies[request.request_id] = copies
         request.token_capacity = self._manager.token_capacity(request.request_id)

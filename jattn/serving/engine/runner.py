@@ -183,10 +183,7 @@ class Runner:
         metadata, window_tables = self._build_metadata(step, lens, bucket)
         num_rows = self._sampler.num_rows[bucket]
         num_generated = np.zeros(num_rows, np.int32)
-        num_generated[: len(sequences)] = [
-            len(sequence.token_ids) - sequence.num_prompt_tokens + sequence.num_pending
-            for sequence in sequences
-        ]
+        num_generated[: len(sequences)] = [sequence.num_sampled for sequence in sequences]
         params = [sequence.sampling_params for sequence in sequences]
         sampling = self._sampler.metadata(step.request_ids, params, num_rows)
         adjustments = None
@@ -207,7 +204,7 @@ class Runner:
             drafts = self._proposer.prepare(step, sequences, bucket, sampling, num_generated)
         else:
             token_ids, source_rows, logits_indices = arrange_tokens(step, sequences, lens, bucket, num_rows)
-        prompt_rows = [row for row, one in enumerate(params) if one.prompt_logprobs is not None]
+        prompt_rows = [row for row, row_params in enumerate(params) if row_params.prompt_logprobs is not None]
         prompt_next_ids = num_prompt_logprobs = None
         if prompt_rows:
             num_prompt_logprobs = max_num_logprobs([params[row].prompt_logprobs for row in prompt_rows])
@@ -228,7 +225,7 @@ class Runner:
             num_generated=num_generated,
             sampling=sampling,
             adjustments=adjustments,
-            num_logprobs=max_num_logprobs([one.logprobs for one in params]),
+            num_logprobs=max_num_logprobs([row_params.logprobs for row_params in params]),
             prompt_next_ids=prompt_next_ids,
             num_prompt_logprobs=num_prompt_logprobs,
             drafts=drafts,
@@ -313,11 +310,13 @@ class Runner:
         self, step: Step, lens: np.ndarray, bucket: Bucket
     ) -> tuple[BatchMetadata, SlidingWindowTables | None]:
         """Return the metadata of a step as numpy arrays, and the tables of layers with their own blocks."""
-        seq_lens, sizes = np.asarray(step.seq_lens), (bucket, self.block_size)
-        metadata = arrange_batch(lens, seq_lens, step.block_tables, *sizes)
+        seq_lens = np.asarray(step.seq_lens)
+        metadata = arrange_batch(lens, seq_lens, step.block_tables, bucket, self.block_size)
         window_metadata = window_tables = None
         if step.sliding_window_tables is not None:
-            window_metadata = arrange_batch(lens, seq_lens, step.sliding_window_tables, *sizes)
+            window_metadata = arrange_batch(
+                lens, seq_lens, step.sliding_window_tables, bucket, self.block_size
+            )
             window_tables = SlidingWindowTables(window_metadata.block_table, window_metadata.slot_mapping)
         if self._config.check_batches:
             window_layers = self._config.window_layers
@@ -394,16 +393,16 @@ class Runner:
             future.result()
         pool.shutdown(wait=wait)
 
-    def cold_buckets(self, max_bucket_tokens: int | None = None) -> list[ColdExecutable]:
+    def cold_executables(self, max_tokens: int | None = None) -> list[ColdExecutable]:
         """Return the compiled executables that have hardly run, smallest first.
 
-        Buckets of more than `max_bucket_tokens` tokens are omitted; None omits none.
+        Buckets of more than `max_tokens` tokens are omitted; None omits none.
         """
         runs = [*self._runs, *(() if self._proposer is None else self._proposer.runs)]
         cold_executables = [
             ColdExecutable(graph_index, bucket)
             for graph_index, warmup_runs in enumerate(runs)
-            for bucket in warmup_runs.cold_executables(max_bucket_tokens)
+            for bucket in warmup_runs.cold_buckets(max_tokens)
         ]
         return sorted(cold_executables, key=lambda executable: executable.bucket.max_tokens)
 

@@ -187,8 +187,8 @@ def _top_k_top_p(
     top_p = top_p[:, None]
     num_kept = jnp.sum(in_top_k & ((probs_before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32)
     last = jnp.maximum(num_kept, 1) - 1  # top_p can round to 0: keep the most likely token.
-    edge, edge_id = take(descending, last), take(order, last)
-    return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)
+    threshold, last_id = take(descending, last), take(order, last)
+    return jnp.where((z > threshold) | ((z == threshold) & (ids <= last_id)), z, -jnp.inf)
 
 
 class StepOutputs(NamedTuple):
@@ -405,7 +405,7 @@ class Sampler:
                 build_sampling_metadata([params], rows),
             )
             has_drafts, rows_logits = query_len > 1, logits
-            if self._replicated is not None and _needs_full_rows(sampling, has_others=has_drafts):
+            if self._replicated is not None and _needs_full_rows(sampling, has_other_features=has_drafts):
                 self._gather.lower(logits).compile()
                 rows_logits = abstract(logits.shape, logits.dtype, self._replicated)
             if has_drafts:
@@ -440,8 +440,8 @@ class Sampler:
             draft_ids: Tokens of a step with drafts, which are verified; None without drafts.
             num_drafts: Number of drafts of each row; None without drafts.
         """
-        has_others = draft_ids is not None or adjustments is not None or num_logprobs is not None
-        if self._replicated is not None and _needs_full_rows(sampling, has_others=has_others):
+        has_other_features = draft_ids is not None or adjustments is not None or num_logprobs is not None
+        if self._replicated is not None and _needs_full_rows(sampling, has_other_features=has_other_features):
             logits = self._gather(logits)
         outputs: StepOutputs
         if draft_ids is None:
@@ -466,11 +466,11 @@ class Sampler:
         return outputs
 
 
-def _needs_full_rows(sampling: SamplingMetadata, *, has_others: bool) -> bool:
+def _needs_full_rows(sampling: SamplingMetadata, *, has_other_features: bool) -> bool:
     """Return whether the sampler reduces over rows that are sharded by vocabulary.
 
     Such sums must run in the order of a single device, so the rows are gathered. Without them (drafts,
     adjustments, log-probabilities, top_k or top_p), only the maximum of a row is needed, which the devices
     compute together.
     """
-    return sampling.has_top_k_or_top_p or has_others
+    return sampling.has_top_k_or_top_p or has_other_features

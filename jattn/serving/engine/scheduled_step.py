@@ -139,11 +139,11 @@ class ScheduledRequest:
 
     def promote_completion(self) -> "ScheduledRequest":
         """Return the first waiting completion, and make it the parent of the others."""
-        promote_completion, *others = self.completions
-        promote_completion.parent, promote_completion.completions, self.completions = None, others, []
+        first, *others = self.completions
+        first.parent, first.completions, self.completions = None, others, []
         for request in others:
-            request.parent = promote_completion
-        return promote_completion
+            request.parent = first
+        return first
 
     def forget(self) -> None:
         """Reset the progress, because the request has no blocks any more."""

@@ -73,14 +73,14 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = self._num_forks = 0
-        options = (
+        self._blocks = KVCacheManager(
+            block_manager,
             max_num_batched_tokens,
             local_attention,
             batch_invariant,
             longrope_threshold,
             sliding_window_manager,
         )
-        self._blocks = KVCacheManager(block_manager, *options)
         self._separates_prompts, self._had_prompts = batch_invariant, False
         self._prefill_sizes = sorted(prefill_sizes)
         # Each queue is in order of arrival. Requests with blocks arrived before all waiting requests.

@@ -173,8 +173,8 @@ class SequenceState:
         return self.num_pending > 0 and self.mask is not None and not self.mask.is_fixed
 
     @property
-    def num_requested(self) -> int:
-        """Number of generated tokens, including those in flight."""
+    def num_sampled(self) -> int:
+        """Number of generated tokens, including those that the host has not read."""
         return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
 
     def penalized_ids(self) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +199,7 @@ class SequenceState:
             self.hashes.extend(self.token_ids[self.hashes.num_tokens :])
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        num_generated = self.num_generated
         if self.mask is not None:
             self.mask.accept(token_id)
         may_stop = num_generated >= self.sampling_params.min_tokens

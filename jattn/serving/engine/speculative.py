@@ -105,11 +105,11 @@ class Speculation:
             sequence.draft_state.record(0, self._length(sequence))
 
     def _length(self, sequence: SequenceState) -> int:
-        return sequence.num_prompt_tokens + sequence.num_requested
+        return sequence.num_prompt_tokens + sequence.num_sampled
 
     def _max_drafts(self, sequence: SequenceState) -> int:
         """Return how many drafts a sequence can use before it reaches max_tokens."""
-        return max(min(self.num_tokens, sequence.max_tokens - sequence.num_requested - 1), 0)
+        return max(min(self.num_tokens, sequence.max_tokens - sequence.num_sampled - 1), 0)
 
     def _is_faster_with_drafts(self, num_rows: int, num_accepted: float) -> bool:
         """Return whether rows progress faster with drafts if `num_accepted` drafts are accepted in all."""

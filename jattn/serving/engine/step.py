@@ -338,7 +338,7 @@ class WarmupRuns:
         self.graphs, self._block_size, self.inputs = graphs, block_size, inputs
         self.num_runs: collections.Counter[Bucket] = collections.Counter()
 
-    def cold_executables(self, max_tokens: int | None = None) -> list[Bucket]:
+    def cold_buckets(self, max_tokens: int | None = None) -> list[Bucket]:
         """Return the compiled buckets that have hardly run, smallest first.
 
         Buckets with more than `max_tokens` tokens are excluded.

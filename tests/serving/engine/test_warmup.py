@@ -137,8 +137,10 @@ def test_idle_engine_warms_up_decode_buckets(engine):
     async def served():
         async with AsyncEngine(engine) as served:
             await served.call(lambda engine: engine._runner._runs[0].num_runs.clear())
-            while await served.call(lambda engine: len(engine._runner.cold_buckets())) > 1:
+            while await served.call(lambda engine: len(engine._runner.cold_executables())) > 1:
                 await asyncio.sleep(0.2)
-            return await served.call(lambda engine: [step.bucket for step in engine._runner.cold_buckets()])
+            return await served.call(
+                lambda engine: [step.bucket for step in engine._runner.cold_executables()]
+            )
 
     assert asyncio.run(asyncio.wait_for(served(), 30)) == BUCKETS[2:]
