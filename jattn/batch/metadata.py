@@ -171,11 +171,7 @@ def build_batch_metadata(
         ValueError: If lengths do not match, a request has more tokens than its blocks hold, a needed block id
             is negative, an id is not an int or its slots exceed int32, or the requests do not fit `bucket`.
     """
-    query_lens, seq_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("seq_lens", seq_lens)
-    (block_size,) = python_ints(block_size=block_size)
-    require_positive(block_size=block_size)
-    num_reqs = len(query_lens)
-    require(len(seq_lens) == num_reqs, "seq_lens", f"have one entry per request ({num_reqs})", len(seq_lens))
+    query_lens, seq_lens, block_size = _parse_ints(query_lens, "seq_lens", seq_lens, block_size)
     for r in np.flatnonzero(seq_lens < query_lens)[:1]:
         raise ValueError(
             f"seq_lens[{r}] is {seq_lens[r]}, but request {r} has {query_lens[r]} query tokens, which "
@@ -214,15 +210,23 @@ def build_cross_attention_metadata(
     Raises:
         ValueError: If arguments do not match; see build_batch_metadata.
     """
-    query_lens, kv_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("kv_lens", kv_lens)
-    (block_size,) = python_ints(block_size=block_size)
-    require_positive(block_size=block_size)
-    num_reqs = len(query_lens)
-    require(len(kv_lens) == num_reqs, "kv_lens", f"have one entry per request ({num_reqs})", len(kv_lens))
+    query_lens, kv_lens, block_size = _parse_ints(query_lens, "kv_lens", kv_lens, block_size)
     table = _host_table(block_table, kv_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
     return jax.device_put(arrange_batch(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
+
+
+def _parse_ints(
+    query_lens: HostInts, name: str, seq_lens: HostInts, block_size: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return query_lens, the lengths that the caller knows as `name`, and block_size, after checking them."""
+    query_lens, seq_lens = parse_int_vector("query_lens", query_lens), parse_int_vector(name, seq_lens)
+    (block_size,) = python_ints(block_size=block_size)
+    require_positive(block_size=block_size)
+    num_reqs = len(query_lens)
+    require(len(seq_lens) == num_reqs, name, f"have one entry per request ({num_reqs})", len(seq_lens))
+    return query_lens, seq_lens, block_size
 
 
 def _host_table(
@@ -328,21 +332,17 @@ class RegionBatch(NamedTuple):
     Attributes:
         metadata: Metadata of the region's rows and tokens.
         first_row: Index of the region's first row in the step.
-        first_token: Index of the region's first token in the step.
     """
 
     metadata: BatchMetadata
     first_row: int
-    first_token: int
 
 
 def region_batch(metadata: BatchMetadata, region: str) -> RegionBatch:
     """Return a region of a step, one of REGIONS. Works inside jit."""
     if region == "decode":
-        return RegionBatch(metadata.decode_region, 0, 0)
-    return RegionBatch(
-        metadata.prefill_region, metadata.bucket.max_decodes, metadata.bucket.max_decode_tokens
-    )
+        return RegionBatch(metadata.decode_region, 0)
+    return RegionBatch(metadata.prefill_region, metadata.bucket.max_decodes)
 
 
 def rows_from(array: Any, first: int, end: int | None = None) -> Any:

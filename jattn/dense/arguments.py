@@ -160,19 +160,22 @@ def mask_from_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None
     otherwise grow from keys to queries x keys.
     """
     require(array.dtype == jnp.bool_, "mask", "have dtype bool", array.dtype)
-    padded_shape = (1,) * (4 - array.ndim) + tuple(array.shape)
-    is_broadcastable = array.ndim in (2, 3, 4) and all(
-        a in (1, b) for a, b in zip(padded_shape, shape, strict=False)
-    )
     rule = f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)"
-    require(is_broadcastable, "mask", rule, array.shape)
+    require(array.ndim >= 2 and can_broadcast(array.shape, shape), "mask", rule, array.shape)
     if 0 in shape:
         return None
+    padded_shape = (1,) * (4 - array.ndim) + array.shape
     blocks = jnp.asarray(array).reshape(padded_shape)
     if padded_shape[2] == 1:
         blocks = jnp.broadcast_to(blocks, (*padded_shape[:3], shape[3]))
         return BlockMask(blocks=blocks, block_q=None, block_kv=1)
     return BlockMask(blocks=blocks, block_q=1, block_kv=1 if padded_shape[3] > 1 else shape[3])
+
+
+def can_broadcast(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape broadcasts to the shape `to`."""
+    missing = len(to) - len(shape)
+    return missing >= 0 and all(a in (1, b) for a, b in zip(shape, to[missing:], strict=True))
 
 
 def implementations_for_documents(

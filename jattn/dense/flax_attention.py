@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from jattn.dense.arguments import NO_DROPOUT, MaskInputs, mask_from_array
+from jattn.dense.arguments import NO_DROPOUT, MaskInputs, can_broadcast, mask_from_array
 from jattn.dense.attention import attend_arrays
 from jattn.dense.sharding import explicit_sharding, run_sharded
 from jattn.dense.unfused_attention import FlaxInputs, attend_unfused, is_positional
@@ -216,12 +216,8 @@ def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> Non
     shape = (*batch, q_heads, q_tokens, key.shape[-3])
     for name, array in arrays.items():
         if array is not None:
-            padded_shape = (1,) * (len(shape) - array.ndim) + array.shape
-            is_broadcastable = array.ndim <= len(shape) and all(
-                a in (1, b) for a, b in zip(padded_shape, shape, strict=True)
-            )
             rule = f"broadcast to {shape} (*batch, q_heads, q_tokens, kv_tokens)"
-            require(is_broadcastable, name, rule, array.shape)
+            require(can_broadcast(array.shape, shape), name, rule, array.shape)
 
 
 def _check_unsupported(dropout_rate: float, module: Any) -> None:

@@ -12,8 +12,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.cache import PackedKV
-from jattn.masks import Document, Mask, Sinks
-from jattn.masks.documents import document_runs
+from jattn.masks import Mask, Sinks
 
 
 class DenseLayout(NamedTuple):
@@ -60,8 +59,7 @@ def layout_batch(
     """
     (batch, q_tokens), kv_tokens = q.shape[:2], k.shape[1]
     num_visible = kv_tokens if max_lookahead is None else min(kv_tokens, q_tokens + max_lookahead)
-    row_stride, starts = kv_tokens, jnp.arange(batch, dtype=jnp.int32)
-    query_len, seq_len = q_tokens, num_visible
+    row_stride, query_len, seq_len = kv_tokens, q_tokens, num_visible
     if is_positional and 0 < num_visible != q_tokens:
         query_len = seq_len = max(q_tokens, num_visible)
         q = _pad_tokens(q, query_len)
@@ -77,7 +75,7 @@ def layout_batch(
         jnp.full(batch, seq_len, jnp.int32),
         num_tokens=batch * query_len,
     )
-    starts = starts * row_stride
+    starts = jnp.arange(batch, dtype=jnp.int32) * row_stride
     kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts, is_in_order=True, max_seq_len=seq_len)
     return DenseLayout(flat(q), kv, metadata, mask, query_len, q_tokens)
 
@@ -104,17 +102,6 @@ def repad(layout: DenseLayout, x: Shaped[Array, "..."], fill_value: float) -> Sh
     widths = ((0, 0), (0, num_padding), *[(0, 0)] * (x.ndim - 2))
     padded = jnp.pad(x, widths, constant_values=fill_value)
     return padded.reshape(batch * layout.row_tokens, *x.shape[2:])
-
-
-def segment_mask(segment_ids: Int[Array, "batch tokens"], *, as_runs: bool) -> Document:
-    """Return the mask under which tokens attend to tokens with the same id.
-
-    Args:
-        segment_ids: Segment id of each token.
-        as_runs: Static: whether to number the runs of equal ids instead. Such ids ascend, so that tiles can
-            be skipped exactly.
-    """
-    return document_runs(segment_ids) if as_runs else Document(ids=segment_ids)
 
 
 def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_tokens: int) -> BatchMetadata:

@@ -13,12 +13,13 @@ from jaxtyping import Array
 from jattn.attending import attend_regions
 from jattn.dense.arguments import MaskInputs, max_lookahead
 from jattn.dense.auto_sharding import call_partitioned, sum_over_shards, symbolic_sharding
-from jattn.dense.layout import DenseLayout, layout_batch, layout_packed, repad, segment_mask, unpad
+from jattn.dense.layout import DenseLayout, layout_batch, layout_packed, repad, unpad
 from jattn.dense.sharding import AttentionSharding
 from jattn.implementations.differentiable_attention import reject_second_derivative
 from jattn.implementations.layer_config import layer_config
 from jattn.implementations.selection import ImplementationArg
-from jattn.masks import Mask
+from jattn.masks import Document, Mask
+from jattn.masks.documents import document_runs
 from jattn.masks.functions import lift_captured_arrays
 from jattn.planning import plan_layers, plan_of_layer
 from jattn.score_mod import ScoreMod
@@ -138,16 +139,17 @@ def _layout_batch(
     if segment_ids is None:
         return lay(mask_inputs.mask), implementation
 
-    def layout_with_segments(*, as_runs: bool) -> DenseLayout:
-        mask: Mask = segment_mask(segment_ids, as_runs=as_runs)
-        return lay(mask if mask_inputs.mask is None else mask & mask_inputs.mask)
+    def layout_with_segments(segments: Document) -> DenseLayout:
+        mask: Mask = segments if mask_inputs.mask is None else segments & mask_inputs.mask
+        return lay(mask)
 
-    layout = layout_with_segments(as_runs=True)
+    # The kernels get runs of equal ids, whose numbers ascend, so that tiles can be skipped exactly.
+    layout = layout_with_segments(document_runs(segment_ids))
     config = layer_config(spec, None, layout.query.dtype, inputs.score_mod)
     (layer,) = plan_layers(layout.metadata, (config,), layout.mask, implementation=implementation)
     if layer.prefill is None or layer.prefill.implementation == "mosaic_gpu":
         return layout, implementation
-    return layout_with_segments(as_runs=False), layer.prefill.implementation
+    return layout_with_segments(Document(ids=segment_ids)), layer.prefill.implementation
 
 
 def attend_auto_sharded(
@@ -157,11 +159,8 @@ def attend_auto_sharded(
     per_head = jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32), inputs.per_head
     )
-    mask_inputs = (
-        mask_inputs
-        if mask_inputs.mask is None
-        else mask_inputs._replace(mask=lift_captured_arrays(mask_inputs.mask))
-    )
+    if mask_inputs.mask is not None:
+        mask_inputs = mask_inputs._replace(mask=lift_captured_arrays(mask_inputs.mask))
     return _attend_auto_sharded(args, inputs._replace(per_head=per_head), mask_inputs)
 
 

@@ -1,6 +1,5 @@
 """Plans of steps: the implementation of each layer configuration and the kernel plans that layers share."""
 
-from jattn.cascade import can_cascade
 from jattn.implementations.selection import KernelFallbackWarning
 from jattn.planning.context_parallel import plan_on_rank
 from jattn.planning.layer_plans import (
@@ -9,7 +8,6 @@ from jattn.planning.layer_plans import (
     RegionPlan,
     format_table,
     plan_layers,
-    plan_regions,
     table_rows,
 )
 from jattn.planning.plans import (
@@ -29,13 +27,11 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "RegionPlan",
-    "can_cascade",
     "check_plan_matches",
     "format_table",
     "plan",
     "plan_layers",
     "plan_of_layer",
     "plan_on_rank",
-    "plan_regions",
     "table_rows",
 ]

@@ -261,11 +261,7 @@ def _next_step_metadata(metadata: BatchMetadata) -> BatchMetadata:
         metadata,
         seq_lens=jnp.where(metadata.seq_lens > 0, metadata.seq_lens + 1, 0),
         query_start_loc=jnp.minimum(rows, metadata.num_decodes),
-        slot_mapping=_no_slots(metadata),
+        slot_mapping=jnp.zeros(metadata.bucket.max_decodes, jnp.int32),
         bucket=dataclasses.replace(metadata.bucket, decode_query_len=1),
     )
     return replace(stepped, slot_mapping=recompute_slot_mapping(stepped))
-
-
-def _no_slots(metadata: BatchMetadata) -> Int32[Array, " reqs"]:
-    return jnp.zeros(metadata.bucket.max_decodes, jnp.int32)

@@ -246,8 +246,8 @@ class Runner:
             if inputs.drafts is not None and self._proposer is not None:
                 draft_ids = self._proposer.start(inputs.drafts)
 
-            graphs = self.graphs if self._cascades is None or not inputs.prefix_len else self._cascades.graphs
-            (logits, hidden, num_generated), self._caches = graphs(
+            runs = self._runs[inputs.prefix_len > 0]
+            (logits, hidden, num_generated), self._caches = runs.graphs(
                 self._leaves,
                 self._caches,
                 inputs.metadata,
@@ -286,7 +286,7 @@ class Runner:
                 outputs = outputs._replace(prompt_logprobs=logprobs)
             self.num_steps += 1
             self.num_cascade_steps += inputs.prefix_len > 0
-            self._runs[inputs.prefix_len > 0].num_runs[inputs.metadata.bucket] += 1
+            runs.num_runs[inputs.metadata.bucket] += 1
             return outputs
 
     def read(self, outputs: StepOutputs) -> StepOutputs:
@@ -301,9 +301,9 @@ class Runner:
                 for bucket in self.graphs.buckets
                 if (bucket.max_decodes if step.num_decodes else bucket.max_prefills)
             )
-        graphs = self.graphs if self._cascades is None or not prefix_len else self._cascades.graphs
         # With drafts the query length is explicit: a prompt of 1 + k tokens looks like a row with drafts.
         query_len = None if self._proposer is None else 1 + step.num_draft_tokens
+        graphs = self._runs[prefix_len > 0].graphs
         return graphs.choose_for(lens, step.block_tables.shape[1], query_len)
 
     def _build_metadata(
