@@ -92,10 +92,8 @@ def resolve_kv_cache_dtype(kv_cache_dtype: Any) -> tuple[DTypeLike | None, str |
     Raises:
         ValueError: If it is neither a float dtype nor the name of a quantization.
     """
-    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in QUANTIZATION_ALIASES:
-        return None, QUANTIZATION_ALIASES[kv_cache_dtype]
-    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in QUANTIZATIONS:
-        return None, kv_cache_dtype
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in (*QUANTIZATION_ALIASES, *QUANTIZATIONS):
+        return None, resolve_quantization(kv_cache_dtype)
     names = ", ".join(map(repr, [*QUANTIZATION_ALIASES, *filter(None, QUANTIZATIONS)]))
     rule = f"be a float dtype such as 'bfloat16', or one of {names}"
     try:
@@ -120,9 +118,9 @@ def require_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
 
 
 def require_query_dtype(name: str, dtype: DTypeLike) -> None:
-    """Require a dtype that queries can have, in every implementation: a float dtype of 16 bits or more."""
+    """Require a dtype that queries can have in every implementation: a float dtype of at least 16 bits."""
     is_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
-    require(is_float, name, "have a floating-point dtype of 16 bits or more", jnp.dtype(dtype))
+    require(is_float, name, "have a floating-point dtype of at least 16 bits", jnp.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

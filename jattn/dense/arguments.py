@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jattn.cache.spec import require_query_dtype
 from jattn.implementations.selection import ImplementationArg, as_static_arg, requested_implementations
 from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
 from jattn.masks.base import leaves, num_rows_by_field
@@ -49,8 +50,7 @@ def infer_spec(q: Any, k: Any, v: Any, **numbers: Any) -> AttentionSpec:
             "have shape [batch, tokens, heads, head_dim] or [tokens, heads, head_dim]",
             array.shape,
         )
-        is_real = jnp.issubdtype(array.dtype, jnp.floating) and jnp.dtype(array.dtype).itemsize > 1
-        require(is_real, name, "have a floating-point dtype of at least 16 bits", array.dtype)
+        require_query_dtype(name, array.dtype)
     (*batch, _, q_heads, head_dim), (kv_tokens, kv_heads) = q.shape, k.shape[-3:-1]
     require_shape("k", k.shape, (*batch, kv_tokens, kv_heads, head_dim), "q's batch and head_dim")
     require_shape("v", v.shape, k.shape, "the shape of k")

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from jattn.cache.spec import require_query_dtype
 from jattn.dense.arguments import NO_DROPOUT, MaskInputs, can_broadcast, mask_from_array
 from jattn.dense.attention import attend_arrays
 from jattn.dense.sharding import explicit_sharding, run_sharded
@@ -191,10 +192,8 @@ def _flatten_batch(mask: Array, batch: list[int]) -> Shaped[Array, "flat_batch h
 
 def _check_arrays(query: Any, key: Any, value: Any, **optional_arrays: Any) -> None:
     """Raise ValueError unless queries, keys and values are float arrays and the bias is real."""
-    require_floats(query=query)
-    rule = "have a floating-point dtype of at least 16 bits"
-    require(jnp.dtype(query.dtype).itemsize > 1, "query", rule, query.dtype)
-    require_floats(key=key, value=value)
+    require_floats(query=query, key=key, value=value)
+    require_query_dtype("query", query.dtype)
     require_arrays(**optional_arrays)
     if (bias := optional_arrays["bias"]) is not None:
         is_real = bias.dtype != jnp.bool_ and not jnp.issubdtype(bias.dtype, jnp.complexfloating)

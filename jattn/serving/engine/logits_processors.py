@@ -109,12 +109,10 @@ def build_logits_adjustments(
     params = [request.params for request in requests]
     bias_rows, bias_ids, biases = _biases(params, vocab_size)
     ends = [request.end_ids for request in requests]
-    prompts, outputs = (
-        [request.prompt_ids for request in requests],
-        [request.output_ids for request in requests],
-    )
+    prompts = [request.prompt_ids for request in requests]
+    outputs = [request.output_ids for request in requests]
     longest = _width(prompts + outputs, SHORTEST_TEXT)
-    penalised = [request if request.params.has_penalties else None for request in requests]
+    penalized = [request if request.params.has_penalties else None for request in requests]
     return LogitsAdjustments(
         bias_rows=bias_rows,
         bias_ids=bias_ids,
@@ -124,7 +122,7 @@ def build_logits_adjustments(
         min_tokens=column([min(request.min_tokens, INT32_MAX) for request in params], 0, np.int32),
         prompt_ids=table(prompts, longest),
         output_ids=table(outputs, longest),
-        pending_rows=column([request.pending_row if request else -1 for request in penalised], -1, np.int32),
+        pending_rows=column([request.pending_row if request else -1 for request in penalized], -1, np.int32),
         last=last,
         repetition=column([request.repetition_penalty for request in params], 1, np.float32),
         frequency=column([request.frequency_penalty for request in params], 0, np.float32),
@@ -209,9 +207,8 @@ class TokenFilter:
             words: Banned words of several tokens; the last token may not follow the preceding ones.
         """
         self._allowed = allowed
-        self._endings: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # last tokens of words, by the tokens before them
+        # Last tokens of words, by the tokens before them.
+        self._endings: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             self._endings.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lens = sorted({len(before) for before in self._endings})
