@@ -1,7 +1,5 @@
 """Cascade attention: its metadata, which layers support it, and vLLM's heuristic for when it pays."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +126,7 @@ def why_not_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
     return None
 
 
-def can_cascade(spec: AttentionSpec, alibi_slopes: Any = None) -> bool:
+def can_cascade(spec: AttentionSpec, alibi_slopes: Array | None = None) -> bool:
     """Return whether a layer supports cascade attention."""
     return why_not_cascade(spec) is None and alibi_slopes is None
 

@@ -3,7 +3,7 @@
 All functions work inside jit.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Shaped
@@ -118,6 +118,6 @@ def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_token
     )
 
 
-def _pad_tokens(x: Any, tokens: int) -> Any:
+def _pad_tokens(x: Array, tokens: int) -> Array:
     """Pad each sequence with zeros to at least `tokens` tokens."""
     return jnp.pad(x, ((0, 0), (0, max(tokens - x.shape[1], 0)), (0, 0), (0, 0)))

@@ -73,7 +73,7 @@ class Plan:
         raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}). {fix}")
 
     def cascade_of(
-        self, cache: PagedCache | PackedKV, spec: AttentionSpec, alibi_slopes: Any
+        self, cache: PagedCache | PackedKV, spec: AttentionSpec, alibi_slopes: Array | None
     ) -> "CascadePlan | None":
         """Return the plan of a layer that uses cascade attention; None for other layers."""
         is_supported = isinstance(cache, PagedCache) and can_cascade(spec, alibi_slopes)
