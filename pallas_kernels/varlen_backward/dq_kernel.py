@@ -80,7 +80,7 @@ def smem_and_barrier_types(spec: PrefillSpec) -> tuple[DqSmem, PrefillBarriers]:
     attention_smem = smem_types(spec)._replace(alibi=None, v=values)
     dout = swizzled_smem((sizes.warpgroups, sizes.query_buffers, num_chunks, M, head.width), spec.dtype)
     barriers = barrier_types(spec)._replace(
-        v_full=plgpu.Barrier(num_arrivals=spec.num_copies, num_barriers=sizes.teams * num_values),
+        v_full=plgpu.Barrier(num_arrivals=spec.copies_per_stage, num_barriers=sizes.teams * num_values),
         v_free=plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=sizes.teams * num_values),
         q_full=plgpu.Barrier(
             num_arrivals=2 * num_chunks + 1, num_barriers=sizes.warpgroups * sizes.query_buffers

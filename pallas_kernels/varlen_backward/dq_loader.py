@@ -126,8 +126,7 @@ class DqLoader(PrefillLoader):
         after_keys: Callable[[], None] | None = None,
     ) -> None:
         """Load the keys and values of a KV tile into stages whose indices may differ; see PrefillLoader."""
-        kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
-        copies = self.tile_copies(work_tile, runs, kv_head)
+        copies = self.tile_copies(work_tile, runs, work_tile.kv_head)
         for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))

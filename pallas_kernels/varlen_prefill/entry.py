@@ -41,12 +41,16 @@ from pallas_kernels.varlen_prefill.schedule import (
 from pallas_kernels.varlen_prefill.sizes import CallBounds, PrefillSizes, check_quantized, default_sizes
 from pallas_kernels.varlen_prefill.spec import (
     PrefillInputs,
-    PrefillScheduleRefs,
     PrefillShape,
     PrefillSpec,
     QuantizedKV,
 )
-from pallas_kernels.varlen_prefill.tile_lists import LIST_BLOCK_SIZES, PrefillTileLists, num_query_blocks
+from pallas_kernels.varlen_prefill.tile_lists import (
+    LIST_BLOCK_SIZES,
+    PrefillTileLists,
+    num_query_blocks,
+    schedule_refs,
+)
 
 
 def varlen_prefill(
@@ -180,10 +184,10 @@ def varlen_prefill(
         )  # fmt: skip
     group, pack_gqa = q_heads // kv_heads, sizes.pack_gqa
     require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
-    num_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_tokens, block_q)
-    if num_blocks > MAX_QUERY_BLOCKS:
+    query_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_tokens, block_q)
+    if query_blocks > MAX_QUERY_BLOCKS:
         raise ValueError(
-            f"block_q={block_q} splits a query tile of {sizes.tile_tokens} tokens into {num_blocks} "
+            f"block_q={block_q} splits a query tile of {sizes.tile_tokens} tokens into {query_blocks} "
             f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
         )
     head = head_chunks(head_dim)
@@ -261,14 +265,12 @@ def varlen_prefill(
             None if scale is None else tiling.tile_scale(scale.astype(jnp.float32))
             for scale in (k_scale, v_scale)
         ]
-    work_tiles = schedule if lists is None else lists
-    entries = None if lists is None else lists.entries
     inputs = PrefillInputs(
         query=query_rows,
         kv=KvRefs(k, v, block_table, scales[0], scales[1], k_tail, v_tail),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
-        schedule=PrefillScheduleRefs(work_tiles.table, work_tiles.num_valid, entries),
+        schedule=schedule_refs(schedule, lists),
         mask=mask,
         score_mod=score_mod,
     )

@@ -241,7 +241,7 @@ class PrefillLoader:
         self.tiling = tiling = spec.shape.cache_tiling
         self.blocks = None if tiling is None else BlockTableRef(kv.block_table, tiling.block_size)
         copies_per_run = 1 if tiling is None else tiling.num_copies
-        self.num_copies = copies_per_run * spec.runs_per_tile  # TMA copies per tile and chunk
+        self.copies_per_chunk = copies_per_run * spec.runs_per_tile  # TMA copies per chunk of a tile
         team_size = spec.sizes.team_size
         self.queries = [
             QueryBuffers(smem, barriers, spec.sizes, team * team_size + rank) for rank in range(team_size)
@@ -292,7 +292,7 @@ class PrefillLoader:
         def _() -> None:
             # Keys before queries: stages are free while the previous work tile's queries are still in use.
             self.load_tile(work_tile, first, step, load_queries)
-            has_registers = self.spec.num_copies < MAX_COPIES_AT_ONCE or len(self.streams) == 1
+            has_registers = self.spec.copies_per_stage < MAX_COPIES_AT_ONCE or len(self.streams) == 1
             if self.spec.has_lists and has_registers:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
                 second = entries(jnp.minimum(1, work_tile.num - 1))
@@ -326,10 +326,10 @@ class PrefillLoader:
             after_keys: Function that is called after the copies of keys and before the copies of values.
         """
         stage, stages = self.pipeline.stage(step), self.spec.sizes.stages
-        kv_head = lax.div(work_tile.head, jnp.int32(work_tile.work_tiles_per_kv_head))
+        kv_head = work_tile.kv_head
         # Read the block ids together and before the wait, so that their latencies overlap; as many as fit in
         # registers.
-        num_copies, at_once = self.num_copies, min(self.num_copies, MAX_COPIES_AT_ONCE)
+        num_copies, at_once = self.copies_per_chunk, min(self.copies_per_chunk, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
         copies = self.tile_copies(work_tile, runs, kv_head) if fits_registers else []
         for index, stream in enumerate(self.streams):
@@ -351,7 +351,7 @@ class PrefillLoader:
         self, work_tile: PrefillWorkTile, runs: tuple[Scalar, ...], kv_head: Scalar
     ) -> list[KvCopy]:
         """Return the TMA copies of a KV tile, see run_copies."""
-        count = self.num_copies // len(runs)
+        count = self.copies_per_chunk // len(runs)
         return [
             copy
             for position, run in enumerate(runs)
@@ -387,9 +387,11 @@ class PrefillLoader:
             first_row = work_tile.column("kv_start") - work_tile.alignment_offset + first_key
             rows_s = pl.ds(first_row_s, self.run_length)
             return [KvCopy((kv_head,), rows_s, first_row=align_row(first_row))]
-        first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
         visible = self.blocks.visible_blocks(
-            work_tile.column("req"), first_block_key, end_block_key, is_checked=True
+            work_tile.column("req"),
+            work_tile.first_key_with_block,
+            work_tile.end_key_with_block,
+            is_checked=True,
         )
         column, copy = tiling.locate(first_key)
         blocks = visible.ids(column + first, count)
@@ -505,7 +507,7 @@ class Dequantizer:
     def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
         """Dequantize all KV tiles of a work tile; `step` is the step of its first KV tile."""
         operand = self.operand
-        head = lax.div(work_tile.head, jnp.int32(work_tile.work_tiles_per_kv_head))
+        head = work_tile.kv_head
         head_scale = load_head_scale(operand.scale, head) if operand.granularity == "head" else None
 
         @pl.loop(0, work_tile.num)

@@ -132,15 +132,15 @@ def heads_per_l2_group(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int,
         rows: Maximum number of rows of the schedule.
         sizes: Tile sizes of the kernel.
     """
-    group_heads = kv_heads
+    kv_heads_per_group = kv_heads
     tiles_per_kv_head = rows * (q_heads // kv_heads) // sizes.pack_gqa
     while (
-        group_heads % 2 == 0
-        and group_heads * kv_bytes > L2_BYTES
-        and tiles_per_kv_head * (group_heads // 2) >= 4 * sizes.ctas
+        kv_heads_per_group % 2 == 0
+        and kv_heads_per_group * kv_bytes > L2_BYTES
+        and tiles_per_kv_head * (kv_heads_per_group // 2) >= 4 * sizes.ctas
     ):
-        group_heads //= 2
-    return group_heads * (q_heads // kv_heads)
+        kv_heads_per_group //= 2
+    return kv_heads_per_group * (q_heads // kv_heads)
 
 
 def max_tiles(num_tokens: int, reqs: int, tile_tokens: int) -> int:
@@ -190,18 +190,21 @@ def make_schedule(
         raise ValueError(
             f"max_splits={sizes.max_splits} requires q_heads, the number of query heads. Pass it."
         )
-    lens = query_start_loc, seq_lens, kv_start_loc
-    tiles = _query_tiles(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
+    tiles = _query_tiles(
+        query_start_loc, seq_lens, kv_start_loc,
+        num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists,
+    )  # fmt: skip
     built_for = schedule_key(
         num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
     )
     if q_heads is not None and may_split:
         splits = choose_num_splits(tiles.kv_tiles, tiles.is_valid, q_heads=q_heads, sizes=sizes)
         rows = max_table_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
-        cut = split_kv_tiles(tiles.kv_tiles, splits, rows=rows)
-        columns = [*[column[cut.tile] for column in tiles.columns], *cut.columns]
-        table, table_rows = _table(columns, cut.is_valid, cut.num_tiles)
-        split_tiles = find_split_tiles(cut, table_rows, max_tiles=max_split_outputs(q_heads, sizes) // 2)
+        kv_splits = split_kv_tiles(tiles.kv_tiles, splits, rows=rows)
+        columns = [*[column[kv_splits.tile] for column in tiles.columns], *kv_splits.columns]
+        table, table_rows = _table(columns, kv_splits.is_valid, kv_splits.num_tiles)
+        max_split_tiles = max_split_outputs(q_heads, sizes) // 2
+        split_tiles = find_split_tiles(kv_splits, table_rows, max_tiles=max_split_tiles)
         num_valid = splits.sum(dtype=jnp.int32)[None]
         return PrefillSchedule(table, num_valid, tiles.first_tiles, split_tiles, built_for)
     table, _ = _table(tiles.columns, tiles.is_valid, None if has_lists else tiles.kv_tiles)
@@ -272,7 +275,7 @@ def _query_tiles(
     position = (keys - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
     first_key, end_key = visible_key_range(score, position + begin, position + end - 1, seq_len)
-    _, kv_tiles = kv_tile_range(first_key, end_key, kv_start, sizes.tile_kv)
+    _, kv_tiles = overlapping_kv_tiles(first_key, end_key, kv_start, sizes.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, first_visible_key[req], kv_start]
     return QueryTileTable(columns, is_valid, last_tiles[-1:], kv_tiles, first_tiles)
 
@@ -322,7 +325,7 @@ def visible_key_range(
     return first_key, jnp.maximum(jnp.minimum(end_key, seq_len), first_key)
 
 
-def kv_tile_range(
+def overlapping_kv_tiles(
     first_key: jax.Array, end_key: jax.Array, kv_start: jax.Array, tile_kv: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the first KV tile that overlaps the keys [first_key, end_key), and the number of such tiles.
@@ -437,16 +440,16 @@ def split_kv_tiles(
     return KvSplits(tile, row < ends[-1], num_tiles, (index * num_tiles, num_tiles, split_output, count))
 
 
-def find_split_tiles(cut: KvSplits, table_rows: Int32[Array, " rows"], *, max_tiles: int) -> SplitTiles:
+def find_split_tiles(kv_splits: KvSplits, table_rows: Int32[Array, " rows"], *, max_tiles: int) -> SplitTiles:
     """Return the query tiles that are split.
 
     Args:
-        cut: The splits of the step.
+        kv_splits: The splits of the step.
         table_rows: Row in the schedule's table of each split.
         max_tiles: Maximum number of split query tiles. Static.
     """
-    skipped, _, split_output, _ = cut.columns
-    is_first = cut.is_valid & (split_output >= 0) & (skipped == 0)
+    skipped, _, split_output, _ = kv_splits.columns
+    is_first = kv_splits.is_valid & (split_output >= 0) & (skipped == 0)
     index = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     is_match = is_first[None, :] & (index[None, :] == jnp.arange(max_tiles, dtype=jnp.int32)[:, None])
     rows = jnp.where(is_match, table_rows[None, :], 0).sum(axis=1, dtype=jnp.int32)

@@ -241,19 +241,16 @@ def default_sizes(
     padded_dim = head_chunks(head_dim).padded_dim
     if not ARCHITECTURES[gpu].has_wgmma:
         sizes = _estimate_sizes(gpu, padded_dim, () if blocks is None else blocks.queries, batch_invariant)
-        may_split = bounds is not None and not has_lists and not batch_invariant
-        if bounds is None or not may_split or not _is_small_batch(sizes, bounds):
+        if bounds is None or has_lists or batch_invariant or not is_small_batch(sizes, bounds):
             return sizes
         return _small_batch_sizes(sizes, bounds)
     if is_quantized:
         require(not has_lists, "has_lists", "be False with an 8-bit KV cache", has_lists)
         require(not batch_invariant, "batch_invariant", "be False with an 8-bit KV cache", batch_invariant)
         sizes = QUANTIZED_TABLE[padded_dim]
-        return (
-            sizes
-            if bounds is None or not is_small_batch(head_dim, bounds)
-            else _small_batch_sizes(sizes, bounds)
-        )
+        if bounds is None or not is_small_batch(TABLE[padded_dim], bounds):
+            return sizes
+        return _small_batch_sizes(sizes, bounds)
     sizes = (LIST_TABLE if has_lists else TABLE)[padded_dim]
     if batch_invariant:
         sizes = dataclasses.replace(sizes, batch_invariant=True)
@@ -261,7 +258,7 @@ def default_sizes(
         return _sizes_for_blocks(sizes, blocks)
     if batch_invariant:
         return sizes
-    if bounds is None or has_lists or not is_small_batch(head_dim, bounds):
+    if bounds is None or has_lists or not is_small_batch(sizes, bounds):
         return sizes
     # Choose the tile height that finishes all keys soonest if the requests are alike.
     candidates = SMALL_BATCH_TABLE.get(padded_dim, ((sizes, 1.0),))
@@ -315,12 +312,8 @@ def check_quantized(sizes: PrefillSizes, padded_dim: int) -> None:
         )
 
 
-def is_small_batch(head_dim: int, bounds: CallBounds) -> bool:
+def is_small_batch(sizes: PrefillSizes, bounds: CallBounds) -> bool:
     """Return whether the queries are so few, and the keys so many, that KV splits may pay."""
-    return _is_small_batch(TABLE[head_chunks(head_dim).padded_dim], bounds)
-
-
-def _is_small_batch(sizes: PrefillSizes, bounds: CallBounds) -> bool:
     num_work_tiles = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
     return num_work_tiles <= SMALL_BATCH_TILES_PER_CTA * sizes.ctas and bounds.max_kv >= MIN_KV_TO_SPLIT
 
@@ -338,7 +331,7 @@ def should_dequantize_in_kernel(
     """
     rows = -(-bounds.num_tokens // bounds.estimated_reqs) * (bounds.q_heads // bounds.kv_heads)
     is_costly = has_token_scales or not all(jnp.issubdtype(dtype, jnp.floating) for dtype in kv_dtypes)
-    return is_small_batch(head_dim, bounds) and rows <= (
+    return is_small_batch(TABLE[head_chunks(head_dim).padded_dim], bounds) and rows <= (
         MAX_COSTLY_DEQUANTIZED_ROWS if is_costly else MAX_DEQUANTIZED_ROWS
     )
 

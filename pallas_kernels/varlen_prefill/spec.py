@@ -98,7 +98,7 @@ class PrefillSpec:
         run_length: Number of consecutive keys in a tile: those of a list entry, of which several may fill a
             tile, or those of the tile.
         runs_per_tile: Number of runs of consecutive keys that fill a tile.
-        num_copies: Number of TMA copies that fill a stage of keys, or of values.
+        copies_per_stage: Number of TMA copies that fill a stage of keys, or of values.
         work_tiles_per_query_tile: Number of work tiles per query tile: one per head, or per group of packed
             heads.
         has_splits: Whether a work tile may be one of several KV splits.
@@ -138,7 +138,7 @@ class PrefillSpec:
     num_warpgroups: int = dataclasses.field(init=False)
     run_length: int = dataclasses.field(init=False)
     runs_per_tile: int = dataclasses.field(init=False)
-    num_copies: int = dataclasses.field(init=False)
+    copies_per_stage: int = dataclasses.field(init=False)
     work_tiles_per_query_tile: int = dataclasses.field(init=False)
     has_splits: bool = dataclasses.field(init=False)
     has_window: bool = dataclasses.field(init=False)
@@ -158,7 +158,9 @@ class PrefillSpec:
         more_columns = SPLIT_COLUMNS if sizes.max_splits > 1 else ()
         run_length = shape.list_block_size or sizes.tile_kv
         runs_per_tile = sizes.tile_kv // run_length
-        num_copies = (1 if tiling is None else tiling.num_copies) * runs_per_tile * shape.head.num_chunks
+        copies_per_stage = (
+            (1 if tiling is None else tiling.num_copies) * runs_per_tile * shape.head.num_chunks
+        )
         list_columns = LIST_COLUMNS if runs_per_tile == 1 else PACKED_LIST_COLUMNS
         num_warpgroups = sizes.warpgroups
         if not sizes.per_warp_mma:
@@ -166,9 +168,9 @@ class PrefillSpec:
         # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for
         # computing. With the columns of a split besides, eight copies are many: with 24 registers the
         # loading warp spilled 28 bytes.
-        needs_few_registers = num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+        needs_few_registers = copies_per_stage > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
         has_head_groups = shape.heads_per_l2_group != shape.q_heads
-        has_many_copies = sizes.max_splits > 1 and num_copies == MAX_COPIES_AT_ONCE
+        has_many_copies = sizes.max_splits > 1 and copies_per_stage == MAX_COPIES_AT_ONCE
         loads_more = self.has_lists or has_many_copies or has_head_groups
         load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
         dequantizing = 0 if self.quantized is None else 2 * DEQUANTIZE_REGISTERS
@@ -188,7 +190,7 @@ class PrefillSpec:
             num_warpgroups=num_warpgroups,
             run_length=run_length,
             runs_per_tile=runs_per_tile,
-            num_copies=num_copies,
+            copies_per_stage=copies_per_stage,
             work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
@@ -462,7 +464,7 @@ def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
     stage_barriers = functools.partial(plgpu.Barrier, num_barriers=stages)
     q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
     # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
-    kv_arrivals = spec.num_copies if spec.quantized is None else 1
+    kv_arrivals = spec.copies_per_stage if spec.quantized is None else 1
     quantized = None
     if spec.quantized is not None:
         quantized = QuantizedKvBarriers(
@@ -491,4 +493,4 @@ def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     scale_copies = [
         spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
     ]
-    return *(spec.num_copies + count for count in scale_copies), 1, 1
+    return *(spec.copies_per_stage + count for count in scale_copies), 1, 1

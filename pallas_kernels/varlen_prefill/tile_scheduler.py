@@ -15,7 +15,7 @@ from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
-from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, visible_key_range
+from pallas_kernels.varlen_prefill.schedule import key_range, overlapping_kv_tiles, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, PrefillScheduleRefs, PrefillSpec
 
@@ -34,7 +34,6 @@ class PrefillWorkTile:
             tile from `read_to_registers` holds the columns in registers; a work tile from `read_from_smem`
             loads a column from shared memory at each use.
         head: Query head, or index of the group of packed heads: heads `head * pack_gqa` onward.
-        work_tiles_per_kv_head: Number of values of `head` per KV head. Static.
         first_key_with_block: Position of the first key whose block is certain to exist. Its block is loaded
             in place of earlier blocks, so it must not hold keys that are neither visible nor zeroed.
         end_key_with_block: One past the position of the last key whose block is certain to exist.
@@ -65,7 +64,7 @@ class PrefillWorkTile:
             self.end_key_with_block = jnp.maximum(column("seq_len"), 0)
         is_packed = spec.shape.cache_tiling is None
         self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
-        self.first, self.num = kv_tile_range(low, high, self.alignment_offset, spec.sizes.tile_kv)
+        self.first, self.num = overlapping_kv_tiles(low, high, self.alignment_offset, spec.sizes.tile_kv)
         if spec.has_lists:
             self.num = column("num")
         if spec.has_splits:
@@ -74,6 +73,11 @@ class PrefillWorkTile:
                 self.first + skipped,
                 jnp.clip(self.num - skipped, 0, column("split_tiles")),
             )
+
+    @property
+    def kv_head(self) -> Scalar:
+        """KV head of the work tile's query heads."""
+        return lax.div(self.head, jnp.int32(self.work_tiles_per_kv_head))
 
     def entry(self, i: Scalar) -> Scalar:
         """Return the i-th entry of the tile list or, without lists, the index of the i-th KV tile."""
@@ -370,7 +374,8 @@ class KvTile(NamedTuple):
     def run_pairs(self, columns: Callable[[], Tile]) -> tuple[PairTile, ...]:
         """Return the pairs of each run, see `pairs`; a run of 16 keys comes with the 16 keys after it."""
         spec = self.rows.spec
-        first_query, shape = self._first_query(), (spec.s_shape[0], max(spec.run_length, WORD_BITS))
+        first_query = self.rows.first_position()
+        shape = spec.s_shape[0], max(spec.run_length, WORD_BITS)
         return tuple(self._pairs(first_query, key, columns, shape) for key in self.run_starts())
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
@@ -379,10 +384,7 @@ class KvTile(NamedTuple):
         Args:
             columns: Function that returns the index of each key within the tile, f32 [rows, tile_kv].
         """
-        return self._pairs(self._first_query(), self.first_key(), columns, self.rows.spec.s_shape)
-
-    def _first_query(self) -> Scalar:
-        return self.rows.work_tile.column("position") + self.rows.rank * self.rows.tokens
+        return self._pairs(self.rows.first_position(), self.first_key(), columns, self.rows.spec.s_shape)
 
     def _pairs(
         self, first_query: Scalar, first_key: Scalar, columns: Callable[[], Tile], shape: tuple[int, int]

@@ -107,14 +107,14 @@ class WarpPipeline:
         return NextLoads(locations[stages - 1], locations[stages], entry)
 
     def wait_first(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> Scalar:
-        """Wait for the first of KV tile i, load the second of another tile, and return tile i's stage."""
+        """Wait for `first` of KV tile i, load `second` of tile i + stages - 1, and return tile i's stage."""
         stages = self.spec.sizes.stages
         self._wait(num_pending=2 * stages - 2)
         self._load(*self.second, work_tile, i + (stages - 1), loads.second)
         return self.stage(i)
 
     def wait_second(self, work_tile: PrefillWorkTile, i: Scalar, loads: NextLoads) -> NextLoads:
-        """Wait for the second of KV tile i, and load the first of another tile."""
+        """Wait for `second` of KV tile i, and load `first` of tile i + stages."""
         stages = self.spec.sizes.stages
         self._wait(num_pending=2 * stages - 2)
         self._load(*self.first, work_tile, i + stages, loads.first)
@@ -144,10 +144,11 @@ class WarpPipeline:
         first_key = work_tile.kv_tile_index(entry) * tile_kv
         if tiling is None or self.blocks is None:
             return KvLocation((), work_tile.column("kv_start") - work_tile.alignment_offset + first_key)
-        first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
         # The padding after the last request has no row in the block table.
         req = jnp.minimum(work_tile.column("req"), self.kv.block_table.shape[0] - 1)
-        visible = self.blocks.visible_blocks(req, first_block_key, end_block_key, is_checked=True)
+        visible = self.blocks.visible_blocks(
+            req, work_tile.first_key_with_block, work_tile.end_key_with_block, is_checked=True
+        )
         warp_rows, size = tile_kv // self.num_warps, jnp.int32(tiling.block_size)
         first_key = first_key + self.warp * warp_rows
         num_runs = max(warp_rows // tiling.block_size, 1)
@@ -159,7 +160,7 @@ class WarpPipeline:
     ) -> None:
         """Start to load keys or values of KV tile i; past the last tile, nothing."""
         tiling, num_warps, is_interpreted = self.tiling, self.num_warps, self.spec.is_interpreted
-        kv_head = lax.div(work_tile.head, jnp.int32(work_tile.work_tiles_per_kv_head))
+        kv_head = work_tile.kv_head
         tile_s, is_loaded = stages_s.at[self.stage(i)], i < work_tile.num
         if is_interpreted:
             is_loaded = is_loaded & (self.wg == 0)

@@ -147,9 +147,9 @@ def no_loads_of_the_last_tile(patch: pytest.MonkeyPatch) -> None:
 
 def tile_range(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """Apply `change(first, num)` to the tiles of a work tile."""
-    original = tile_scheduler.kv_tile_range
+    original = tile_scheduler.overlapping_kv_tiles
     return lambda patch: patch.setattr(
-        tile_scheduler, "kv_tile_range", lambda *args: change(*original(*args))
+        tile_scheduler, "overlapping_kv_tiles", lambda *args: change(*original(*args))
     )
 
 
