@@ -89,9 +89,9 @@ class Lookup(NamedTuple):
         lines = array.reshape(-1, array.shape[-1])
         return jnp.pad(lines, ((0, 0), (MAX_ROWS, MAX_ROWS)), mode="edge")
 
-    def load(self, tile: PairTile, row: Any, ref: Any) -> Any:
+    def load(self, tile: PairTile, req: Any, ref: Any) -> Any:
         """Load the array's elements for a tile."""
-        line = self.lines.line_of(row, tile.head)
+        line = self.lines.line_of(req, tile.head)
         if self.axis == "row":
             return ref[line]
         first, load = (
@@ -195,19 +195,19 @@ class Formula(KernelMask):
         return False
 
     @override
-    def load(self, tile: PairTile, row: Any) -> Any:
+    def load(self, tile: PairTile, req: Any) -> Any:
         # A value per column takes many registers while the scores are computed, so `visible` loads those.
         columns = "query" if tile.has_key_rows else "key"
-        return row, tuple(
-            None if lookup.axis == columns else lookup.load(tile, row, ref)
+        return req, tuple(
+            None if lookup.axis == columns else lookup.load(tile, req, ref)
             for lookup, ref in zip(self.lookups, self.arrays, strict=True)
         )
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Any:
-        row, values = loaded or (None, ())
+        req, values = loaded or (None, ())
         values = (
-            lookup.load(tile, row, ref) if value is None else value
+            lookup.load(tile, req, ref) if value is None else value
             for lookup, ref, value in zip(self.lookups, self.arrays, values, strict=True)
         )
         pairs = self.pairs_type(tile.head, jnp.int32(0), None, None, self.num_heads, self.is_prefill)

@@ -200,8 +200,8 @@ class RankRanges(KernelMask):
     interleave: int = static()
 
     @override
-    def load(self, tile: PairTile, row: Any) -> tuple[Any, Any]:
-        return self.shift[jnp.minimum(row, self.shift.shape[0] - 1)], self.rank[0]
+    def load(self, tile: PairTile, req: Any) -> tuple[Any, Any]:
+        return self.shift[jnp.minimum(req, self.shift.shape[0] - 1)], self.rank[0]
 
     @override
     def visible(self, tile: PairTile, loaded: tuple[Any, Any]) -> Words:

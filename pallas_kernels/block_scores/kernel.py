@@ -48,7 +48,7 @@ from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
 from pallas_kernels.support import ARCHITECTURES, Architecture
 
 W = plgpu.Layout.WGMMA
-CONSUMER, PRODUCER = range(2)  # warpgroups
+CONSUMER, LOADER = range(2)  # warpgroups
 TILE_ROWS = 64  # rows of a tile: the M of the tensor core
 # Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
 # thread block per SM with 160 KB takes 1 % longer. Those of other architectures are estimated.
@@ -445,7 +445,7 @@ def score_body(
         consume(CpAsyncPipeline(source, is_interpreted=is_interpreted))
         return
 
-    @pl.when(lax.axis_index("warpgroup") == PRODUCER)
+    @pl.when(lax.axis_index("warpgroup") == LOADER)
     def _() -> None:
         @plgpu.warp_map
         def _(warp: Scalar) -> None:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
-from pallas_kernels.paged_decode.span import find_span_start, span_units
+from pallas_kernels.paged_decode.span import count_units_per_span, find_span_start
 from pallas_kernels.paged_decode.spec import DecodeOutputs, DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
 from pallas_kernels.shared.memory import store_unoptimized
@@ -25,10 +25,10 @@ class DecodeCombineRefs(NamedTuple):
 
     Attributes:
         splits: Split outputs of the decode kernel.
-        unit_ends: `DecodeSchedule.unit_ends`, [reqs].
+        unit_ends: `DecodeSchedule.unit_ends`, [schedule_rows].
         sinks: Attention sinks times log2(e), [head_tiles, tile_q]; None without sinks.
-        out: Output [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
-        lse: Log-sum-exp [reqs, head_tiles, tile_q].
+        out: Output [schedule_rows, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
+        lse: Log-sum-exp [schedule_rows, head_tiles, tile_q].
     """
 
     splits: SplitOutputs
@@ -85,13 +85,14 @@ def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by
     unit_ends, last, num_spans = refs.unit_ends, refs.unit_ends.shape[0] - 1, spec.num_spans
     # The candidate: request `index`, or the request that lies across the end of span `index`.
     if by_request:
-        row, total = index, unit_ends[last]
+        row, total_units = index, unit_ends[last]
         start, end = jnp.where(row > 0, unit_ends[jnp.maximum(row - 1, 0)], 0), unit_ends[row]
     else:
         next_span = find_span_start(unit_ends, index + 1, num_spans=num_spans)
-        row, total = jnp.minimum(next_span.row, last), next_span.total
-        start, end = next_span.start, next_span.end
-    first, count, first_span = row_splits(row, start, end, span_units(total, num_spans), spec.sizes)
+        row, total_units = jnp.minimum(next_span.row, last), next_span.total_units
+        start, end = next_span.row_start, next_span.row_end
+    units_per_span = count_units_per_span(total_units, num_spans)
+    first, count, first_span = row_splits(row, start, end, units_per_span, spec.sizes)
     is_owned = count > 1
     if not by_request:  # the thread block of the request's first span combines it
         is_owned = is_owned & (first_span == index) & (next_span.row < last + 1)

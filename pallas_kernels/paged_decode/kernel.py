@@ -73,7 +73,7 @@ from pallas_kernels.shared.paged_kv import load_head_scale
 from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
-CONSUMER, PRODUCER = range(2)  # warpgroups
+CONSUMER, LOADER = range(2)  # warpgroups
 W = plgpu.Layout.WGMMA
 SMALLEST_SCALE = 2.0**-60
 
@@ -123,7 +123,7 @@ def decode_body(
         DecodeConsumer(inputs, outputs, smem, pipeline, span).attend_span()
         return
 
-    @pl.when(lax.axis_index("warpgroup") == PRODUCER)
+    @pl.when(lax.axis_index("warpgroup") == LOADER)
     def _() -> None:
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
@@ -229,12 +229,12 @@ class DecodeConsumer:
         # Wait for the segment's queries.
         pipeline.wait_queries(buffer)
         entries = read_entries(segment, 0, self.inputs.lists.ids, self.spec)
-        start = *self.mma.init_state(), entries, copies, step
+        state = DecodeTileState(*self.mma.init_state(), entries, copies, step)
         query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
         common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
         # Main loop: one tile of keys and values per iteration.
         attend_tile = functools.partial(self.attend_tile, common)
-        state = lax.fori_loop(0, segment.num_tiles, attend_tile, DecodeTileState(*start))
+        state = lax.fori_loop(0, segment.num_tiles, attend_tile, state)
         # Epilogue: combine the warps, and apply the scale of the values unless it is per token. The results
         # are O^T of each chunk, [width, tile_q], not normalized, and row_max is times log2(e).
         accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)

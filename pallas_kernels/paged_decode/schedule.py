@@ -47,14 +47,14 @@ class DecodeScheduleKey:
     """Static sizes that a schedule was built for. A call with other sizes cannot use the schedule.
 
     Attributes:
-        unit: Keys per unit: `tile_kv`, or `split_kv` if splits are fixed.
+        keys_per_unit: `DecodeSizes.keys_per_unit`.
         mask: `Score.mask`; None with lists, which select the keys.
         decode_query_len: Query tokens per request; None with lists.
         list_block_size: Keys per listed block; None without lists.
         kv_heads: Number of KV heads, each of which has one list per request; None without lists.
     """
 
-    unit: int
+    keys_per_unit: int
     mask: tuple[bool, tuple[int | None, int | None], int | None] | None
     decode_query_len: int | None
     list_block_size: int | None
@@ -75,7 +75,7 @@ class DecodeSchedule:
         built_for: Static sizes that the schedule was built for.
     """
 
-    unit_ends: Int32[Array, " reqs"]
+    unit_ends: Int32[Array, " schedule_rows"]
     num_spans: int
     built_for: DecodeScheduleKey
 

@@ -1,9 +1,8 @@
 """The loop of a thread block over its span: the requests in the span, and the KV tiles of each.
 
-A **span** is the contiguous range of KV tokens of the batch that one thread block processes. The **segment**
-of a request is the part of the request that lies in one span. Spans and segments are counted in **units**: a
-unit is one KV tile or, with fixed splits, one split. See `schedule`. The keys of a tile have consecutive
-positions, or are runs that a request's list of sparse blocks selects.
+The **segment** of a request is the part of the request that lies in one span. Spans and segments are counted
+in units; `schedule` defines both. The keys of a tile have consecutive positions, or are runs that a request's
+list of sparse blocks selects.
 """
 
 import dataclasses
@@ -65,43 +64,43 @@ class Segment:
 
 
 class SpanStart(NamedTuple):
-    """Start of a span and the request that contains it, as traced scalars.
+    """Start of a span and the schedule row that contains it, as traced scalars.
 
     Attributes:
-        total: Number of units of all spans together.
-        span: Number of units of each span.
+        total_units: Number of units of all spans together.
+        units_per_span: Number of units of each span.
         unit: First unit of this span; may lie beyond the last unit.
         row: Row of the schedule that contains `unit`; the number of rows if none does.
         next_row: Row that contains the first unit of the next span; the number of rows if none does.
-        start: First unit of `row`; 0 for the first row.
-        end: One past the last unit of `row`.
+        row_start: First unit of `row`; 0 for the first row.
+        row_end: One past the last unit of `row`.
     """
 
-    total: Scalar
-    span: Scalar
+    total_units: Scalar
+    units_per_span: Scalar
     unit: Scalar
     row: Scalar
     next_row: Scalar
-    start: Scalar
-    end: Scalar
+    row_start: Scalar
+    row_end: Scalar
 
 
-def span_units(total: Scalar, num_spans: int) -> Scalar:
+def count_units_per_span(total_units: Scalar, num_spans: int) -> Scalar:
     """Return the number of units of a span, at least 1."""
-    return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
+    return jnp.maximum(lax.div(total_units + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
 def find_span_start(ends_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
     """Return where a span begins, by comparing SEARCH_WAYS rows of the schedule per step.
 
     Args:
-        ends_g: One past the last unit of each row of the schedule, int32 [reqs].
+        ends_g: One past the last unit of each row of the schedule, int32 [schedule_rows].
         span_index: Index of the span, 0 to `num_spans`.
         num_spans: Number of spans of the schedule.
     """
     rows = ends_g.shape[0]
-    total = ends_g[rows - 1]
-    span = span_units(total, num_spans)
+    total_units = ends_g[rows - 1]
+    units_per_span = count_units_per_span(total_units, num_spans)
 
     def count_rows_before(unit: Scalar) -> Scalar:
         first_row, size = span_index * 0, rows  # the row is one of [first_row, first_row + size]
@@ -116,11 +115,12 @@ def find_span_start(ends_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanS
             size = step - 1
         return first_row
 
-    unit = span_index * span
+    unit = span_index * units_per_span
     row = count_rows_before(unit)
-    start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
-    end = ends_g[jnp.minimum(row, rows - 1)]
-    return SpanStart(total, span, unit, row, count_rows_before(unit + span), start, end)
+    row_start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
+    row_end = ends_g[jnp.minimum(row, rows - 1)]
+    next_row = count_rows_before(unit + units_per_span)
+    return SpanStart(total_units, units_per_span, unit, row, next_row, row_start, row_end)
 
 
 class ScheduleRow(NamedTuple):
@@ -207,8 +207,8 @@ class Span:
         """Return the loop over the segments; its length is known, since a warp has no while loop."""
         last_row, zero = self.unit_ends.shape[0] - 1, self.index * 0
         begin = find_span_start(self.unit_ends, self.index, num_spans=self.spec.num_spans)
-        stop = jnp.minimum(begin.unit + begin.span, begin.total)
-        row = self.read_row(begin.row, begin.start)
+        stop = jnp.minimum(begin.unit + begin.units_per_span, begin.total_units)
+        row = self.read_row(begin.row, begin.row_start)
         num_segments = jnp.minimum(begin.next_row, last_row) - row.number + 1
         if self.spec.sizes.split_kv is not None:
             num_segments = num_segments + jnp.maximum(stop - begin.unit, 0)

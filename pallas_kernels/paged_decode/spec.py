@@ -125,8 +125,8 @@ class DecodeListRefs(NamedTuple):
     """Lists of sparse blocks, one per schedule row. Both fields are None if there are no lists.
 
     Attributes:
-        ids: Sparse block ids of each list, [reqs * kv_heads, max_listed].
-        counts: Length of each list, [reqs * kv_heads].
+        ids: Sparse block ids of each list, [schedule_rows, max_listed].
+        counts: Length of each list, [schedule_rows].
     """
 
     ids: Ref
@@ -136,13 +136,11 @@ class DecodeListRefs(NamedTuple):
 class DecodeInputs(NamedTuple):
     """Arrays that the kernel reads.
 
-    The axis `reqs` has one element per schedule row (with lists, reqs * kv_heads).
-
     Attributes:
-        query: Queries [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
+        query: Queries [schedule_rows, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
         kv: Keys and values.
         seq_lens: Number of keys of each request, [reqs].
-        unit_ends: `DecodeSchedule.unit_ends`, [reqs].
+        unit_ends: `DecodeSchedule.unit_ends`, [schedule_rows].
         slopes: ALiBi slopes times log2(e), f32 [head_tiles, tile_q]; None without ALiBi.
         sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
         lists: Sparse blocks to visit.
@@ -164,9 +162,9 @@ class DecodeOutputs(NamedTuple):
 
     Attributes:
         out: Outputs of the requests that lie in one span, of the shape of the queries.
-        lse: Log-sum-exps of these requests, f32 [reqs, head_tiles, tile_q].
-        splits: Split outputs of the requests that lie in several spans; `tiles` are head_tiles, accumulators
-            O^T. Entries without a segment are not written.
+        lse: Log-sum-exps of these requests, f32 [schedule_rows, head_tiles, tile_q].
+        splits: Split outputs of the requests that lie in several spans, with accumulators O^T. Their axis
+            `tiles` is head_tiles. Entries without a segment are not written.
     """
 
     out: Ref

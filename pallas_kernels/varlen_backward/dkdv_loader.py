@@ -26,10 +26,10 @@ class DkDvLoader:
 
     def load_all(self, scheduler: BackwardTileScheduler) -> None:
         """Load all work tiles of the team."""
-        rounds, number_of = scheduler.assignment(self.team)
+        rounds, tile_index = scheduler.assignment(self.team)
 
         def load(iteration: Scalar, step: Scalar) -> Scalar:
-            work_tile = scheduler.work_tile(number_of(iteration))
+            work_tile = scheduler.work_tile(tile_index(iteration))
             # The previous work tile's gradients leave through the memory of its keys and values.
             pl.when(iteration >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free.at[self.team]))
             self.load_keys(work_tile)

@@ -84,14 +84,14 @@ class DkDvMainloop:
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the team."""
-        rounds, number_of = scheduler.assignment(self.team)
+        rounds, tile_index = scheduler.assignment(self.team)
         self.scores.store_columns()
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
             # Wait for the keys and values, with which the work tile's columns arrive.
             plgpu.barrier_wait(self.barriers.kv_full.at[self.team])
-            work_tile = scheduler.work_tile(number_of(iteration), self.smem.tile_columns.at[self.team])
+            work_tile = scheduler.work_tile(tile_index(iteration), self.smem.tile_columns.at[self.team])
             self._clear_keys(work_tile)
             step, sums = self.compute_work_tile(work_tile, step)
             self.store(work_tile, sums)
@@ -234,8 +234,8 @@ class DkDvMainloop:
 
             def gradients(*dq_refs: Ref) -> Panels:
                 # The previous step's dQ first, so that it can leave while dK is in flight.
-                for piece, ref in enumerate(dq_refs):
-                    self.issue_dq(ref, piece, 1 - buffer, zero)
+                for index, ref in enumerate(dq_refs):
+                    self.issue_dq(ref, index, 1 - buffer, zero)
                 for panel, ref in enumerate(sum_refs.dk):
                     plgpu.wgmma(ref, ds, queries.at[panel])
                 if not dq_refs:
@@ -436,18 +436,18 @@ class DkDvMainloop:
     def add_dq(self, target: DqTarget, dq: Panels) -> None:
         """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
         if not self.spec.is_interpreted:
-            for index, piece in enumerate(dq):
-                self.smem.dq[self.wg, index] = piece
+            for index, dq_block in enumerate(dq):
+                self.smem.dq[self.wg, index] = dq_block
             plgpu.commit_smem()
 
         @pl.when(target.row >= 0)
         def _() -> None:
-            for index, piece in enumerate(dq):
+            for index, dq_block in enumerate(dq):
                 query_panel, panel = self.dq_block_indices(index)
                 rows = pl.ds(pl.multiple_of(target.row + query_panel * PANEL, 8), PANEL)
                 to = self.inputs.dq.at[target.head, panel, rows]
                 if self.spec.is_interpreted:
-                    to[...] = plgpu.load(to, layout=W, optimized=False) + piece
+                    to[...] = plgpu.load(to, layout=W, optimized=False) + dq_block
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 

@@ -94,14 +94,14 @@ class BackwardTileScheduler:
         self.num_work_tiles = schedule.num_valid[0] * spec.kv_heads
 
     def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """Return the number of work tiles of a team, and a function from round to work tile."""
+        """Return the number of work tiles of a team, and a function from round to work tile index."""
         teams = self.spec.sizes.teams
         worker = lax.axis_index("cta") * teams + team
         rounds, position = alternating_rounds(self.num_work_tiles, worker, self.ctas * teams)
         return rounds, lambda r: self.schedule.order[position(r)]
 
     def assignment_of_parts(self) -> tuple[Scalar, Callable[[Scalar], tuple[Scalar, Scalar]]]:
-        """Return the number of parts of work tiles, and a function from round to work tile and part."""
+        """Return the number of parts of work tiles, and a function from round to work tile index and part."""
         parts = jnp.int32(self.spec.sizes.parts)
         rounds, position = alternating_rounds(self.num_work_tiles * parts, lax.axis_index("cta"), self.ctas)
 
@@ -110,12 +110,17 @@ class BackwardTileScheduler:
 
         return rounds, part
 
-    def work_tile(self, number: Scalar, columns: Ref = None) -> BackwardWorkTile:
-        """Return a work tile; `columns` is its table row in shared memory, None reads global memory."""
+    def work_tile(self, index: Scalar, columns: Ref = None) -> BackwardWorkTile:
+        """Return the work tile with an index from the schedule's `order`.
+
+        Args:
+            index: Index of the work tile.
+            columns: Its row of the table in shared memory; None to read it from global memory.
+        """
         kv_heads = jnp.int32(self.spec.kv_heads)
-        row = lax.div(number, kv_heads)
+        row = lax.div(index, kv_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
-        return BackwardWorkTile(lax.rem(number, kv_heads), row, columns, self.schedule.lists, self.spec)
+        return BackwardWorkTile(lax.rem(index, kv_heads), row, columns, self.schedule.lists, self.spec)
 
 
 def entry_tile(entry: Scalar) -> Scalar:

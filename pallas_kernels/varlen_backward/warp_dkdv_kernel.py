@@ -100,15 +100,15 @@ class WarpDkDvMainloop:
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
-        rounds, work_of = scheduler.assignment_of_parts()
+        rounds, tile_and_part = scheduler.assignment_of_parts()
         self.scores_of(self.rank).store_columns()
 
         @pl.loop(0, rounds)
         def _(iteration: Scalar) -> None:
-            number, part = work_of(iteration)
+            tile_index, part = tile_and_part(iteration)
             half = self.rank if self.spec.sizes.parts == 1 else part
-            self.pipeline.load_columns(scheduler.work_tile(number).row)
-            work_tile = scheduler.work_tile(number, self.smem.tile_columns)
+            self.pipeline.load_columns(scheduler.work_tile(tile_index).row)
+            work_tile = scheduler.work_tile(tile_index, self.smem.tile_columns)
             self.store(work_tile, half, self.compute_work_tile(work_tile, half))
 
     def compute_work_tile(self, work_tile: BackwardWorkTile, half: Scalar) -> DkDvSums:

@@ -43,8 +43,8 @@ class KernelMask(abc.ABC):
         """Whether `visible` returns Words."""
         return True
 
-    def load(self, tile: "PairTile", row: Scalar) -> LoadedMask:
-        """Load the elements of the arrays that a tile of the request `row` needs.
+    def load(self, tile: "PairTile", req: Scalar) -> LoadedMask:
+        """Load the elements of the arrays that a tile of the request `req` needs.
 
         Kernels call it before the tile's scores are ready; without arrays they pass () to `visible` instead.
         """

@@ -42,15 +42,15 @@ def policy[T](cls: type[T]) -> type[T]:
 class Lines(NamedTuple):
     """The lines of an array: one per request and head, per head, or per request; None for an absent axis."""
 
-    num_rows: int | None
+    num_reqs: int | None
     num_heads: int | None
 
-    def line_of(self, row: Any, head: Any) -> Any:
-        """Return the index of a request's and a query head's line. Rows from the last on share its line."""
-        if self.num_rows is None:
+    def line_of(self, req: Any, head: Any) -> Any:
+        """Return the index of a request's and a query head's line. Requests past the last share its line."""
+        if self.num_reqs is None:
             return jnp.int32(0) if self.num_heads is None else head
-        row = jnp.minimum(row, self.num_rows - 1)
-        return row if self.num_heads is None else row * self.num_heads + head
+        req = jnp.minimum(req, self.num_reqs - 1)
+        return req if self.num_heads is None else req * self.num_heads + head
 
 
 @policy
@@ -92,8 +92,8 @@ class RowRanges(KernelMask):
     num_positions: int | None = static()
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Any:
-        line = (self.lines.line_of(row, tile.head),)
+    def load(self, tile: PairTile, req: Scalar) -> Any:
+        line = (self.lines.line_of(req, tile.head),)
         start = jnp.maximum(tile.first_row, -MAX_ROWS)  # All rows before position 0 are alike.
         if self.num_positions is not None:
             start = jnp.clip(tile.first_row, -MAX_ROWS, self.num_positions)
@@ -115,8 +115,8 @@ class PrefixWords(KernelMask):
     lengths: Ref
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Any:
-        return self.lengths[jnp.minimum(row, self.lengths.shape[0] - 1)]
+    def load(self, tile: PairTile, req: Scalar) -> Any:
+        return self.lengths[jnp.minimum(req, self.lengths.shape[0] - 1)]
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Words:
@@ -191,9 +191,9 @@ class SlashWords(KernelMask):
         )
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Words:
-        column_line = self.column_lines.line_of(row, tile.head)
-        slash_line = self.slash_lines.line_of(row, tile.head)
+    def load(self, tile: PairTile, req: Scalar) -> Words:
+        column_line = self.column_lines.line_of(req, tile.head)
+        slash_line = self.slash_lines.line_of(req, tile.head)
         load_words = self._load_key_rows if tile.has_key_rows else self._load_query_rows
         return load_words(tile, column_line, slash_line)
 
@@ -275,14 +275,14 @@ class BlockBits(KernelMask):
         return _quotient(jnp.maximum(tile.first_key, 0), self.block_kv)
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Any:
+    def load(self, tile: PairTile, req: Scalar) -> Any:
         reqs, _, q_blocks, num_words = self.words.shape
         head, begin = _quotient(tile.head, self.group), self._first_block(tile)
         half = jnp.minimum(_quotient(begin, HALF), num_words - 1)
 
         def word(q_block: Any) -> Any:
             is_inside = (q_block >= 0) & (q_block < q_blocks)
-            index = jnp.minimum(row, reqs - 1), head, jnp.clip(q_block, 0, q_blocks - 1), half
+            index = jnp.minimum(req, reqs - 1), head, jnp.clip(q_block, 0, q_blocks - 1), half
             bits_from_begin = lax.shift_right_logical(
                 self.words[index], lax.rem(begin, jnp.full_like(begin, HALF))
             )
@@ -293,7 +293,7 @@ class BlockBits(KernelMask):
         queries, tile_block = tile.query_positions, floor_div(tile.first_query, self.block_q)
         first_q_block = jnp.int32(0)
         if self.first_q_block is not None:
-            first_q_block = self.first_q_block[jnp.minimum(row, self.first_q_block.shape[0] - 1)]
+            first_q_block = self.first_q_block[jnp.minimum(req, self.first_q_block.shape[0] - 1)]
         bits = tile.fill_queries(word(tile_block - first_q_block))
         for index in range(1, (tile.num_queries + self.block_q - 2) // self.block_q + 1):
             is_reached = queries >= (tile_block + index) * self.block_q
@@ -415,11 +415,11 @@ class PairBits(KernelMask):
         )
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Words:
-        line, (num_rows, num_columns) = self.lines.line_of(row, _quotient(tile.head, self.group)), self.size
+    def load(self, tile: PairTile, req: Scalar) -> Words:
+        line, (num_rows, num_columns) = self.lines.line_of(req, _quotient(tile.head, self.group)), self.size
         first_row, first_column = tile.first_row, tile.first_column
         if self.first_query is not None:
-            first_query = self.first_query[jnp.minimum(row, self.first_query.shape[0] - 1)]
+            first_query = self.first_query[jnp.minimum(req, self.first_query.shape[0] - 1)]
             if tile.has_key_rows:
                 first_column = first_column - first_query
             else:
@@ -469,8 +469,8 @@ class Joined(KernelMask):
         return all(operand.is_words for operand in self.operands)
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Any:
-        return tuple(operand.load(tile, row) for operand in self.operands)
+    def load(self, tile: PairTile, req: Scalar) -> Any:
+        return tuple(operand.load(tile, req) for operand in self.operands)
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Any:
@@ -500,8 +500,8 @@ class Inverted(KernelMask):
         return self.operand.is_words
 
     @override
-    def load(self, tile: PairTile, row: Scalar) -> Any:
-        return self.operand.load(tile, row)
+    def load(self, tile: PairTile, req: Scalar) -> Any:
+        return self.operand.load(tile, req)
 
     @override
     def visible(self, tile: PairTile, loaded: Any) -> Any:

@@ -254,7 +254,7 @@ class PrefillOutputs(NamedTuple):
         out: Output [tokens, ...], otherwise like the queries.
         lse: Log-sum-exp f32 [q_heads, tokens], or None.
         split_outputs: Results of query tiles whose keys are split; the combine kernel completes `out` and
-            `lse` from them. `tiles` are work_tiles_per_query_tile, accumulators P V. None without KV splits.
+            `lse` from them. Their axis `tiles` is work_tiles_per_query_tile. None without KV splits.
     """
 
     out: Ref

@@ -346,7 +346,7 @@ class TestSchedule:
             find_span_start(actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
             for number in range(4)
         ]
-        assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
+        assert [(int(x.unit), int(x.row), int(x.row_start), int(x.row_end)) for x in starts[:3]] == [
             (0, 0, 0, 3),
             (4, 2, 4, 5),
             (8, 3, 5, 10),
