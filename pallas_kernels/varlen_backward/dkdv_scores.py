@@ -18,6 +18,7 @@ from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
+from pallas_kernels.varlen_prefill.softmax import load_column_indices
 
 
 def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
@@ -217,7 +218,7 @@ class DkDvScores:
         if index or tile.slope is None or self.spec.score.sqrt_alibi or self.score_mod is not None:
             return stats
         # The query's part of a linear ALiBi bias, -slope * column, is subtracted together with the LSE.
-        return stats + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
+        return stats + self._column_indices() * tile.slope
 
     def probabilities(
         self, s: Tile, lse: Columns, tile: QueryTile, loaded: LoadedScoreData
@@ -326,8 +327,7 @@ class DkDvScores:
         return self._broadcast_columns(self._column_indices())
 
     def _column_indices(self) -> Columns:
-        # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        return plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
+        return load_column_indices(self.columns_s)
 
     def _broadcast_columns(self, x: Columns) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [1])

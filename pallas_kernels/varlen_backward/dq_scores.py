@@ -20,6 +20,7 @@ from pallas_kernels.varlen_backward.dkdv_scores import (
 from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.masking import Masking
+from pallas_kernels.varlen_prefill.softmax import load_column_indices
 from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
 
@@ -118,8 +119,7 @@ class DqScores:
         return lax.broadcast_in_dim(self._column_indices(), self.spec.s_shape, [1])
 
     def _column_indices(self) -> Columns:
-        # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        return plgpu.load(self.columns_s, layout=COLUMN, optimized=False)
+        return load_column_indices(self.columns_s)
 
     def _broadcast_rows(self, x: Rows) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

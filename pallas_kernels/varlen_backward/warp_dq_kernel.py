@@ -20,7 +20,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
@@ -30,7 +29,8 @@ from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_ro
 from pallas_kernels.varlen_backward.refs import DqInputs, WarpDqSmem
 from pallas_kernels.varlen_prefill.epilogue import valid_rows
 from pallas_kernels.varlen_prefill.masking import clear_invisible_values
-from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.softmax import zero_accumulators
+from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     KvTile,
     MaskedEnds,
@@ -96,7 +96,7 @@ class WarpDqMainloop:
         def skip() -> tuple[Tile, ...]:
             # No valid rows or no keys: only take part in the loads.
             self.pipeline.skip(work_tile, jnp.int32(0), work_tile.num, loads)
-            return self.zeros()
+            return zero_accumulators(self.spec)
 
         sums = lax.cond(rows.has_work(), functools.partial(self.compute_dq, rows, loads), skip)
         valid = valid_rows(rows)
@@ -114,7 +114,7 @@ class WarpDqMainloop:
         row_stats = RowStats(*(load_row_stat(self.inputs.row_stats, rows, index) for index in (0, 1)))
         if has_window:
             loads = self.pipeline.skip(work_tile, jnp.int32(0), begin, loads)
-        state = WarpDqState(self.zeros(), loads)
+        state = WarpDqState(zero_accumulators(self.spec), loads)
         compute_tile = functools.partial(self.compute_tile, rows, row_stats)
         # The first tile may contain both ends of the visible keys.
         state = compute_tile(MaskedEnds.BOTH, begin, state, is_first=True)
@@ -178,8 +178,3 @@ class WarpDqMainloop:
             if end in tile.masked_ends and (end is MaskedEnds.HIGH or self.spec.has_low_end):
                 # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
                 clear_invisible_values(keys_s, tile, end, tile_kv=self.spec.sizes.tile_kv, fence=lambda: None)
-
-    def zeros(self) -> tuple[Tile, ...]:
-        """Return accumulators of zeros, one per chunk of the head."""
-        zeros = plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return (zeros,) * self.spec.shape.head.num_chunks

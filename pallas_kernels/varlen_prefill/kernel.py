@@ -67,7 +67,9 @@ from pallas_kernels.varlen_prefill.softmax import (
     Bias,
     choose_row_max_policy,
     full_rows,
+    load_column_indices,
     probabilities,
+    zero_accumulators,
 )
 from pallas_kernels.varlen_prefill.spec import (
     COLUMN,
@@ -227,8 +229,7 @@ class PrefillMainloop:
 
     def column_indices(self) -> Columns:
         """Return the index of each key within its tile, f32 [tile_kv]."""
-        # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        return plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
+        return load_column_indices(self.smem.columns.at[self.wg])
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the team."""
@@ -271,7 +272,7 @@ class PrefillMainloop:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             self.release_previous(iteration)
             self.pipeline.skip(step, jnp.int32(0), work_tile.num)
-            return RowResults(self.zeros(), full_rows(M, -jnp.inf), full_rows(M, 0.0))
+            return RowResults(zero_accumulators(self.spec), full_rows(M, -jnp.inf), full_rows(M, 0.0))
 
         q_s, out_s = queries.query.at[buffer], queries.out.at[buffer]
         attend = functools.partial(self.attend, rows, q_s, step, iteration)
@@ -316,7 +317,7 @@ class PrefillMainloop:
         s = self.masking.apply(tile, loaded, policy.prescale(s, scaling, row_max, is_first=True))
         shifted = policy.shift_scores(s, scaling, row_max, is_first=True)
         p, row_sum = probabilities(shifted.exponent)
-        state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
+        state = TileState(zero_accumulators(self.spec), row_sum, shifted.row_max, p.astype(self.spec.dtype))
         # The next step issues P V with these values, so they must have arrived and been cleared.
         self.values.wait(tile, first_step, is_first=True)
         # One loop per kind of tile, so that full tiles are computed without any mask.
@@ -483,8 +484,3 @@ class PrefillMainloop:
         """With two buffers, let the previous output leave; with one it has left already."""
         if self.queries.num > 1:
             pl.when(iteration >= 1)(functools.partial(self.queries.release, iteration - 1))
-
-    def zeros(self) -> tuple[Tile, ...]:
-        """Return accumulators of zeros, one per chunk of the head."""
-        zeros = plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return (zeros,) * self.spec.shape.head.num_chunks

@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ptx import warp_votes
 from pallas_kernels.score_mod import KernelScoreMod, Lookups
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Columns, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.spec import ROW, AlibiOperands, PrefillSpec, W, f32
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, AlibiOperands, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile
 
 # ------------------------------------------------------------------------------------- bias
@@ -331,6 +331,20 @@ class LazyRescale(RunningRowMax):
 def full_rows(num: int, value: float) -> Rows:
     """Return a vector with one element per row, `num` in total, all equal to `value`."""
     return plgpu.layout_cast(jnp.full((num,), value, f32), ROW)
+
+
+def zero_accumulators(spec: PrefillSpec) -> tuple[Tile, ...]:
+    """Return accumulators of zeros, one per chunk of the head."""
+    zeros = plgpu.layout_cast(jnp.zeros(spec.acc_shape, f32), W)
+    return (zeros,) * spec.shape.head.num_chunks
+
+
+def load_column_indices(columns_s: Ref) -> Columns:
+    """Load the index of each column of a tile from shared memory, f32.
+
+    Call this at each use: otherwise the compiler keeps all of them in registers.
+    """
+    return plgpu.load(columns_s, layout=COLUMN, optimized=False)
 
 
 def broadcast_rows(x: Rows, like: Tile) -> Tile:

@@ -37,13 +37,14 @@ from pallas_kernels.varlen_prefill.softmax import (
     Bias,
     choose_row_max_policy,
     full_rows,
+    load_column_indices,
+    zero_accumulators,
 )
 from pallas_kernels.varlen_prefill.spec import (
     COLUMN,
     PrefillInputs,
     PrefillOutputs,
     PrefillSpec,
-    W,
     WarpPrefillSmem,
     f32,
 )
@@ -105,8 +106,7 @@ class WarpMainloop:
 
     def column_indices(self) -> Columns:
         """Return the index of each key within its tile, f32 [tile_kv]."""
-        # Loaded at each use; otherwise the compiler keeps all of them in registers.
-        return plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
+        return load_column_indices(self.smem.columns.at[self.wg])
 
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
@@ -127,7 +127,7 @@ class WarpMainloop:
         def skip() -> RowResults:
             # No valid rows or no keys: only take part in the loads.
             self.pipeline.skip(work_tile, jnp.int32(0), work_tile.num, loads)
-            return RowResults(self.zeros(), self.full_rows(-jnp.inf), self.full_rows(0.0))
+            return RowResults(zero_accumulators(self.spec), self.full_rows(-jnp.inf), self.full_rows(0.0))
 
         results = lax.cond(rows.has_work(), functools.partial(self.attend, rows, loads), skip)
         # Store the output, or the unnormalized results of a KV split.
@@ -154,7 +154,7 @@ class WarpMainloop:
         if self.spec.has_window:
             loads = self.pipeline.skip(work_tile, jnp.int32(0), begin, loads)
         row_max = self.full_rows(self.policy.initial_row_max)
-        state = WarpTileState(self.zeros(), self.full_rows(0.0), row_max, loads)
+        state = WarpTileState(zero_accumulators(self.spec), self.full_rows(0.0), row_max, loads)
         # The first tile may contain both ends of the visible keys.
         attend_tile = functools.partial(self.attend_tile, rows)
         state = self.attend_tile(rows, MaskedEnds.BOTH, begin, state, is_first=True)
@@ -222,8 +222,3 @@ class WarpMainloop:
                 clear_invisible_values(
                     self.smem.v.at[stage], tile, end, tile_kv=self.spec.sizes.tile_kv, fence=lambda: None
                 )
-
-    def zeros(self) -> tuple[Tile, ...]:
-        """Return accumulators of zeros, one per chunk of the head."""
-        zeros = plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return (zeros,) * self.spec.shape.head.num_chunks
