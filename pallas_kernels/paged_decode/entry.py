@@ -66,26 +66,26 @@ def paged_decode(
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r. Entries of
             blocks that no query attends to are never used.
         seq_lens: Number of keys of each request, at most max_blocks * block_size. 0 marks a padding row.
-        score: Static: scale, mask and soft cap.
-        layout: Static: "NHD" or "HND".
-        decode_query_len: Static: query tokens per request, 1 to 8.
+        score: Scale, soft cap, causality, window and chunk size. Static.
+        layout: Layout of the cache: "NHD" or "HND". Static.
+        decode_query_len: Number of query tokens per request, 1 to 8. Static.
         k_scale: Factor of the stored keys: [], [kv_heads], or for 8-bit keys per token and head [blocks,
-            kv_heads, block_size], so that the scales of a block are one copy; None = 1.
+            kv_heads, block_size], so that the scales of a block are one copy; None for 1.
         v_scale: Factor of the stored values, like k_scale, or per channel [kv_heads, head_dim].
         sinks: Attention sink of each query head: one more score, without a value.
         alibi_slopes: ALiBi slope of each query head.
-        score_mod: Static except for its arrays: score function, applied after the soft cap and ALiBi;
-            why_no_kernel must be None.
+        score_mod: Score function, applied after the soft cap and ALiBi; why_no_kernel must be None. Static
+            except for its arrays.
         block_list: Sparse blocks to visit, the same for all queries of a request; the score's mask applies
-            inside them. None = all keys.
-        list_block_size: Static: keys per sparse block, one of LIST_BLOCK_SIZES; None without block_list. With
-            1 the ids are positions of keys, and `sizes.uses_tma` must be False.
-        lists_have_head_bits: Static: whether bit QUERY_BLOCK_SHIFT + g of an id says that query head g of the
-            group visits the block; otherwise all heads do.
-        schedule: Result of `make_schedule` for the same seq_lens, mask, sizes and lists; None = computed
+            inside them. None for all keys.
+        list_block_size: Number of keys per sparse block, one of LIST_BLOCK_SIZES; None without block_list.
+            With 1 the ids are positions of keys, and `sizes.uses_tma` must be False. Static.
+        lists_have_head_bits: Whether bit QUERY_BLOCK_SHIFT + g of an id says that query head g of the group
+            visits the block; otherwise all heads do. Static.
+        schedule: Result of `make_schedule` for the same lengths, mask, sizes and lists; None to build it
             here.
-        sizes: Static sizes of the kernel; None = chosen from the shapes.
-        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+        sizes: Sizes of the kernel; None for defaults for the shapes. Static.
+        interpret: plgpu.InterpretGPUParams to run on a CPU, or None. Static.
 
     Returns:
         The output in query.dtype, and the natural logarithm of the softmax's denominator in f32. A query

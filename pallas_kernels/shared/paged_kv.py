@@ -64,7 +64,7 @@ class CacheTiling:
 
     Attributes:
         block_size: Number of tokens per block, a power of 2.
-        tile_kv: Number of consecutive tokens of a tile, a power of 2.
+        tile_kv: Number of consecutive tokens that are loaded together, a power of 2: a tile or a run.
         is_hnd: Whether blocks are [kv_heads, block_size, head_dim] instead of [block_size, kv_heads,
             head_dim].
         head: Division of a head into chunks.

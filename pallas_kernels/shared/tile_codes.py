@@ -16,11 +16,11 @@ class ListedTiles(NamedTuple):
     """Lists of tiles, each with the tiles that one query tile visits.
 
     Attributes:
-        entries: Partly visible tiles in descending order, then fully visible tiles in ascending order. An
+        entries: Partial tiles in descending order, then full tiles in ascending order. An
             entry is the tile index and, from bit QUERY_BLOCK_SHIFT on, the query-block bits of the tile's
             code. Entries after the listed tiles are arbitrary.
-        num_partial: Number of partly visible tiles of each list.
-        num_full: Number of fully visible tiles of each list.
+        num_partial: Number of partial tiles of each list.
+        num_full: Number of full tiles of each list.
     """
 
     entries: Int32[Array, "lists tiles"]

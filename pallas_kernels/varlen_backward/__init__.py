@@ -1,4 +1,4 @@
-"""Gradients of packed attention on Hopper: dk and dv per tile of keys, dq added up or in its own kernel."""
+"""Gradients of packed attention: dk and dv per tile of keys, dq added up or in a separate kernel."""
 
 from pallas_kernels.varlen_backward.entry import varlen_backward
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule

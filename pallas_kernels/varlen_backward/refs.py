@@ -89,9 +89,9 @@ class DkDvSmem(NamedTuple):
             keys.
         query: Stages of queries [teams * stages, panels, tile_q, 64], swizzled.
         dout: Stages of dO, like `query` but with dout_stages.
-        stats_and_columns: Stages of row statistics, f32 [teams * dout_stages + 1, 2, tile_q]; the extra last
-            one holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
-            compiler gives each 1 kB, which heads of 256 do not leave.
+        stats_and_columns: Stages of row statistics, LSE and delta, f32 [teams * dout_stages + 1, 2, tile_q];
+            the extra last one holds the column indices 0, 1, 2 ... once per warpgroup. They share an
+            allocation because the compiler gives each 1 kB, which heads of 256 do not leave.
         ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query panels, 64, 64],
             swizzled; None if this kernel adds no dq and its matrix products read dS from registers.
         dq: Blocks of dQ that TMA adds to global memory, f32 [warpgroups, dq_blocks, 64, 64], swizzled; None

@@ -73,17 +73,17 @@ class BackwardSizes:
 
     @property
     def per_warp_mma(self) -> bool:
-        """Return whether warps multiply by mma.sync and load by cp.async; see PrefillSizes.per_warp_mma."""
+        """Whether warps multiply by mma.sync and load by cp.async; see PrefillSizes.per_warp_mma."""
         return self.dq_sizes is not None and self.dq_sizes.per_warp_mma
 
     @property
     def team_size(self) -> int:
-        """Return the number of warpgroups that share a work tile of the dk/dv kernel."""
+        """Number of warpgroups that share a work tile of the dk/dv kernel."""
         return WARPGROUPS // self.teams
 
     @property
     def tile_kv(self) -> int:
-        """Return the number of keys per work tile of the dk/dv kernel."""
+        """Number of keys per work tile of the dk/dv kernel."""
         return self.team_size * WARPGROUP_KEYS
 
     @property

@@ -60,7 +60,8 @@ class BackwardSpec:
     Attributes:
         kv_heads: Number of KV heads.
         group: Query heads per KV head.
-        head: Division of a head into panels, see `head_panels`.
+        head: Division of a head: into panels (`head_panels`) or, with per_warp_mma, into chunks
+            (`head_chunks`).
         score: Scale, soft cap, causality, window and chunk size of the layer.
         sizes: Tile sizes of the kernel.
         dtype: Dtype of queries, keys, values and the gradient of the output.

@@ -1,4 +1,4 @@
-"""Varlen prefill on Hopper: packed prompts of many requests against their own keys, packed or paged."""
+"""Varlen prefill: attention of packed prompts over their own keys, packed or in a paged cache."""
 
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill

@@ -106,8 +106,8 @@ def varlen_prefill(
             into a tile share a list, and `mask` must be the same for them. Values in the tiles of the lists
             must be finite, even if the mask hides them. This does not apply to values after the request's
             last key, or outside of the window of all its queries.
-        block_q: Queries per query block that the tile lists distinguish, or None: the queries of a block
-            attend to the same keys of a tile, except for what `score` and `mask` hide. Static.
+        block_q: Number of queries per query block if list entries say which query blocks of a tile attend to
+            them; else None. Static.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
         sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
         return_lse: Whether to return the log-sum-exp. Static.

@@ -27,7 +27,7 @@ type VisiblePairs = Any  # Words if KernelMask.is_words, else a bool Tile
 
 
 def lowest_bits(num: Rows) -> Rows:
-    """Return a word whose lowest `num` bits, 0 to 32, are set."""
+    """Return words whose lowest `num` bits, 0 to 32, are set."""
     return jnp.where(num == WORD_BITS, -1, (jnp.int32(1) << (num & (WORD_BITS - 1))) - 1)
 
 

@@ -25,7 +25,7 @@ from pallas_kernels.varlen_prefill.kernel_mask import (
 
 HALF = WORD_BITS // 2
 MAX_KEY_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
-MAX_QUERY_WORDS = 10  # Maximum number of query blocks per tile, since one word is read for each.
+MAX_QUERY_WORDS = 10  # Maximum number of query blocks per tile; BlockBits reads a word for each.
 
 
 def static() -> Any:
@@ -40,7 +40,7 @@ def policy[T](cls: type[T]) -> type[T]:
 
 
 class Lines(NamedTuple):
-    """The lines of an array: one per request and head, per head, or per request; None for an absent axis."""
+    """Numbers of requests and query heads that have a line of an array each; None if all share a line."""
 
     num_reqs: int | None
     num_heads: int | None

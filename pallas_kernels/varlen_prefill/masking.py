@@ -164,7 +164,7 @@ class Masking:
 
     @property
     def _has_row_end(self) -> bool:
-        """Return whether the score's numbers make the end of the visible keys depend on the row."""
+        """Whether the end of the visible keys depends on the row."""
         score = self.spec.score
         return score.causal or score.window[1] is not None or score.chunk_size is not None
 
