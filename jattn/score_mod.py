@@ -1,5 +1,6 @@
 """Score functions: elementwise functions that change attention scores before the softmax."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -97,6 +98,34 @@ class ScoreMod:
         ]
         return self.tree_unflatten((self.function, self.first_row), arrays)
 
+    def limit_queries(self, num_queries: int) -> "ScoreMod":
+        """Return the score function with later queries at the position of query `num_queries - 1`.
+
+        A function may be infinite or NaN for the queries that pad a sequence, and its derivative there, which
+        is multiplied by 0, must not be.
+        """
+        return self.tree_unflatten((_LimitedQueries(self.function, num_queries), self.first_row), self.arrays)
+
+    def lift_captured_arrays(self, score_dtype: Any) -> "ScoreMod":
+        """Return the score function with the traced arrays that it captures as arrays.
+
+        jax.custom_vjp does not see arrays that a static function captures.
+
+        Args:
+            score_dtype: Dtype of the scores.
+        """
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (score_dtype, *[jnp.int32] * 4)]
+        closed = jax.make_jaxpr(self.function)(*scalars, *self.arrays)
+        if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
+            return self
+        num_captured = len(closed.consts)
+
+        def function(*args: Any) -> Any:
+            captured, arguments = args[-num_captured:], args[:-num_captured]
+            return jax.core.eval_jaxpr(closed.jaxpr, captured, *arguments)[0]
+
+        return self.tree_unflatten((function, self.first_row), (*self.arrays, *closed.consts))
+
     def __call__(
         self, scores: Float[Array, "..."], row: Any, head: Any, query: Any, key: Any
     ) -> Float[Array, "..."]:
@@ -116,6 +145,24 @@ class ScoreMod:
         batch = row + jnp.int32(self.first_row)
         modified: Array = jnp.vectorize(scalar)(scores, batch, head, query, key)
         return modified
+
+
+@dataclasses.dataclass(frozen=True)
+class _LimitedQueries:
+    """A score function with query positions of at most `num_queries - 1`."""
+
+    function: ScoreFunction
+    num_queries: int
+
+    @property
+    def __name__(self) -> str:
+        """Name of the function, for messages."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    def __call__(self, score: Any, batch: Any, head: Any, query: Any, *key_and_arrays: Any) -> Any:
+        """Return the new score."""
+        query = jnp.minimum(query, self.num_queries - 1)
+        return self.function(score, batch, head, query, *key_and_arrays)
 
 
 def as_score_mod(score_mod: ScoreMod | ScoreFunction | None) -> ScoreMod | None:

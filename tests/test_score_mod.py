@@ -225,3 +225,57 @@ def test_gradients_of_arrays_have_no_kernel():
             jax.eval_shape(
                 jax.grad(functools.partial(loss, implementation="mosaic_gpu"), argnums=1), q, gains
             )
+
+
+def falling_to_zero(score, batch, head, q_idx, kv_idx):
+    """Is NaN past the last of 20 queries."""
+    return score + jnp.log(20.0 - q_idx)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_function_that_is_nan_past_the_last_query_has_gradients(implementation):
+    """Fewer queries than keys are padded; no padding query changes the gradients."""
+    q = QUERY[:, :20]
+    weights = normal(*q.shape)
+
+    def loss(q, k, v):
+        out = jattn.attention(q, k, v, score_mod=falling_to_zero, implementation=implementation)
+        return (out * weights).sum()
+
+    def expected_loss(q, k, v):
+        return (dense(falling_to_zero, (), q, k, v, causal=False, window=99) * weights).sum()
+
+    grads = jax.grad(loss, argnums=(0, 1, 2))(q, KEY, VALUE)
+    with jax.enable_x64(True):
+        args = (x.astype(jnp.float64) for x in (q, KEY, VALUE))
+        expected = jax.jit(jax.grad(expected_loss, argnums=(0, 1, 2)))(*args)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_traced_arrays_that_a_function_captures_have_gradients(implementation):
+    """The function may take some arrays as arguments and capture others, of any dtype."""
+    function, (gains, ids) = MODS["gains"]
+
+    def loss(q, gains, ids, *, captured):
+        def captures_ids(score, batch, head, q_idx, kv_idx, gains):
+            return function(score, batch, head, q_idx, kv_idx, gains, ids)
+
+        def captures_both(score, batch, head, q_idx, kv_idx):
+            return function(score, batch, head, q_idx, kv_idx, gains, ids)
+
+        mods = {
+            "none": jattn.ScoreMod(function, gains, ids),
+            "ids": jattn.ScoreMod(captures_ids, gains),
+            "both": captures_both,
+        }
+        options = {"score_mod": mods[captured], "implementation": implementation}
+        return (jattn.attention(q, KEY, VALUE, causal=True, **options) ** 2).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    expected = gradients(QUERY, gains, ids, captured="none")
+    for captured in ("ids", "both"):
+        run = jax.jit(functools.partial(gradients, captured=captured))
+        for grad, expected_grad in zip(run(QUERY, gains, ids), expected, strict=True):
+            np.testing.assert_allclose(grad, expected_grad, rtol=1e-5, atol=1e-5)

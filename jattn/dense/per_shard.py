@@ -99,6 +99,8 @@ def attend_shard(
     if outputs is not None and not is_packed:
         out, lse = outputs if has_batch else (x[None] for x in outputs)
         outputs = AttentionOutput(repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T)
+    if score_mod is not None and not is_packed and layout.q_tokens < layout.row_tokens:
+        score_mod = score_mod.limit_queries(layout.q_tokens)
     config = layer_config(spec, None, q.dtype, score_mod)
     layer, regions = plan_of_layer(None, layout.metadata, config, layout.mask, implementation)
     out, lse = attend_regions(

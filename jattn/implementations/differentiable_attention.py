@@ -86,6 +86,9 @@ def attend(
     Raises:
         NotImplementedError: If a kernel is called under shard_map's check of varying axes.
     """
+    if choice.kernel is None and score_mod is not None:
+        is_f64 = query.dtype == jnp.float64
+        score_mod = score_mod.lift_captured_arrays(jnp.float64 if is_f64 else jnp.float32)
     arrays: Any = (query, kv.k, kv.v, sinks, alibi_slopes, score_mod)
     # All vary over every device axis that one varies over. The broadcast happens here, so that its gradient's
     # sum over devices does, too.
