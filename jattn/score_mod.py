@@ -21,7 +21,9 @@ class ScoreMod:
     """A score function and the arrays it looks up, `f(score, batch, head, q_idx, kv_idx, *arrays)`.
 
     The function gets scalars and returns the new score: it is traced once and applied to every pair of a
-    query and a key, as in FlexAttention. It is hashed by identity, so define it once and not per call.
+    query and a key, as in FlexAttention. It is hashed by identity, so define it once and not per call. Arrays
+    that change from call to call must be arguments: those that the function captures are constants of the
+    compiled code, which keeps their values if the captured variable is assigned again.
 
     Attributes:
         function: Function of the scaled score, after the soft cap and the ALiBi bias of the layer; the row of

@@ -57,8 +57,8 @@ def attention(
 
     Query i has the position of key i, as in jax.nn, also if the numbers of queries and keys differ: `causal`,
     `window`, ALiBi and masks count from there. Output and log-sum-exp are differentiable with respect to q,
-    k, v, sinks and alibi_slopes. Second derivatives require implementation="reference", whose memory is
-    quadratic in tokens.
+    k, v, sinks, alibi_slopes and the float arrays of score_mod. Second derivatives require
+    implementation="reference", whose memory is quadratic in tokens.
 
     Args:
         q: Queries [batch, q_tokens, q_heads, head_dim]; or [tokens, q_heads, head_dim] for a single sequence
@@ -71,18 +71,18 @@ def attention(
         soft_cap: Cap on the scores: `soft_cap * tanh(score / soft_cap)`; None = no cap.
         scale: Scale of the scores; None = head_dim ** -0.5.
         segment_ids: Segment id of each token [batch, tokens]; queries attend to keys with the same id. Give
-            padding its own id; it must be finite. The kernels treat runs of equal ids as segments, so ids
-            that recur (unless traced) are computed by XLA.
+            padding an id of its own; the values of padding must be finite. The kernels treat each run of
+            equal ids as a segment, so XLA computes ids that recur after others. Traced ids cannot be
+            inspected: if they may recur, pass implementation="xla".
         cu_seqlens: First token of each packed document, and one past the last, starting at 0; tokens after
             the last document are padding.
         alibi_slopes: ALiBi slopes [q_heads].
         sinks: Attention sinks [q_heads]: scores that join the softmax denominator.
         mask: Mask of `jattn.masks` with one row per batch element or document, or one for all, that covers
-            the longest of them; or a bool array that broadcasts to [batch, q_heads, q_tokens, kv_tokens],
-            which the kernels do not support.
+            the longest of them; or a bool array that broadcasts to [batch, q_heads, q_tokens, kv_tokens].
         score_mod: Function `f(score, batch, head, q_idx, kv_idx)` that returns the new score of a pair,
             applied after the soft cap and ALiBi; or a `jattn.ScoreMod` with arrays to look up, which have
-            gradients, too. The kernels do not support it.
+            gradients, too. The kernels support elementwise functions with lookups.
         return_lse: Whether to return the log-sum-exp too.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
             = the best one that supports the call on this machine.

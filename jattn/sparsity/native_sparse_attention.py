@@ -47,8 +47,8 @@ def nsa(
         num_selected: Static: number of selected blocks per query, including its own and the first. The query
             heads of a kv head share the selection, by the sum of their attention to the compressed keys.
         window: Static: number of keys in the window, including the query's own.
-        block_q: Static: number of consecutive queries that share the selection of the first of them; the
-            kernels support 8 or more, in training 16.
+        block_q: Static: number of consecutive queries that share the selection of the first of them; with
+            more, the kernels skip more tiles.
         compress: Function that compresses each block to one key or value, from [batch, blocks, block_size,
             kv_heads, head_dim] to [batch, blocks, kv_heads, head_dim]; None = the mean.
         implementation: Implementation name or names; see `jattn.attention`.

@@ -53,7 +53,7 @@ def moba(
         block_size: Static: number of keys per block.
         top_k: Static: number of blocks per query, including its own.
         block_q: Static: number of consecutive queries that share the selection of the first of them, so that
-            no selection depends on later queries. 1 in MoBA; the kernels support 8 or more, in training 16.
+            no selection depends on later queries. 1 in MoBA; with more, the kernels skip more tiles.
 
     Returns:
         A mask with one row per batch element.
