@@ -16,7 +16,7 @@ from jattn.masks.pairs import Pairs
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 
-NO_CAPTURED_ARRAYS = "there is no kernel for a mask function that closes over arrays"
+NO_CAPTURED_ARRAYS = "there is no kernel for a mask function that closes over arrays or traced numbers"
 
 
 @contextlib.contextmanager
@@ -38,7 +38,9 @@ class MaskFunction(Mask):
 
     The function receives int32 arrays that broadcast against each other; `query` and `key` are positions. It
     returns a bool array, or True or False for all pairs. Its schedule evaluates every pair. Arrays captured
-    by the function are compiled as constants, and the kernels support scalar ones only. Hashed by identity.
+    by the function are constants of the compiled code: after another array is assigned to the captured
+    variable, calls still use the old one. The kernels support captured numbers, but neither other arrays nor
+    values that JAX traces. Hashed by identity.
     """
 
     function: Callable[[Any, Any, Any], Any]
@@ -78,8 +80,26 @@ class MaskFunction(Mask):
 
     @override
     def why_no_kernel(self, tiling: KernelTiling) -> str | None:
-        has_arrays = any(np.ndim(array) for array in mask_function_jaxpr(self).consts)
+        captured = mask_function_jaxpr(self).consts
+        has_arrays = any(np.ndim(array) or isinstance(array, jax.core.Tracer) for array in captured)
         return NO_CAPTURED_ARRAYS if has_arrays else None
+
+    @override
+    def for_kernels(self) -> Mask:
+        captures_none = not mask_function_jaxpr(self).consts
+        return self if captures_none else MaskFunction(_WithNumPyNumbers(self.function))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithNumPyNumbers:
+    """A mask's function that captures NumPy numbers instead of jax.Arrays, which kernels cannot capture."""
+
+    function: Callable[[Any, Any, Any], Any]
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        closed = jax.make_jaxpr(self.function)(head, query, key)
+        numbers = [np.asarray(number)[()] for number in closed.consts]
+        return jax.core.eval_jaxpr(closed.jaxpr, numbers, head, query, key)[0]
 
 
 @pytree

@@ -120,6 +120,24 @@ def test_kernel_gradients_equal_xla(name):
     assert_near(actual, expected)
 
 
+def test_mask_functions_of_kernels_may_capture_numbers():
+    """XLA computes functions that capture a traced number."""
+    qkv = tuple(x[:70] for x in arrays())
+
+    def gradients(width):
+        function = lambda head, query, key: jnp.abs(query - key) <= width
+        run = functools.partial(jattn.attention, mask=masks.MaskFunction(function), return_lse=True)
+        return jax.jit(jax.grad(loss_of(run)))(qkv)
+
+    expected = gradients(20)
+    with as_on_a_gpu() as called:
+        assert_near(gradients(jnp.int32(20)), expected)
+        assert set(called) == {"attend", "gradients"}
+        called.clear()
+        assert_near(jax.jit(gradients)(jnp.int32(20)), expected)
+        assert not called
+
+
 TEXTS, TOKENS = 3, 80
 
 
