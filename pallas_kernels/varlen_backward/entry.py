@@ -318,14 +318,13 @@ def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[
     """Call `run` with a reference to an array; return its result and the changed array.
 
     jax.new_ref is not used: it has an effect, and JAX cannot partition functions with effects. The HLO is the
-    same.
+    same. pl.run_state has no batching rule, so under jax.vmap the calls run one after another.
 
     Args:
         run: Calls a kernel.
         array: Initial value of the reference.
         types: Arrays or types with the shapes and dtypes of the results.
     """
-    empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), types)
 
     def body(refs: tuple[Ref, Any]) -> None:
         ref, result_refs = refs
@@ -335,5 +334,17 @@ def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[
 
         jax.tree.map(store, result_refs, run(ref))
 
-    array, results = pl.run_state(body)((array, empty))
+    def run_once(array: Array) -> tuple[Array, Any]:
+        empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), types)
+        array, results = pl.run_state(body)((array, empty))
+        return array, results
+
+    closed, shape = jax.make_jaxpr(run_once, return_shape=True)(array)
+
+    @jax.custom_batching.sequential_vmap
+    def run_sequentially(array: Array, *captured: Array) -> list[Array]:
+        return jax.core.eval_jaxpr(closed.jaxpr, captured, array)
+
+    leaves = run_sequentially(array, *closed.consts)
+    array, results = jax.tree.unflatten(jax.tree.structure(shape), leaves)
     return results, array

@@ -158,6 +158,22 @@ def block_mask_per_text():
     return masks.BlockMask(blocks=drawn | diagonal, block_q=16, block_kv=16)
 
 
+@pytest.mark.parametrize("mask", [None, masks.Sinks(3) | masks.Window(left=20)], ids=["one kernel", "two"])
+def test_vmapped_kernel_gradients_equal_those_of_a_batch(mask):
+    """Two kernels, one of which computes dq, run if there is a mask."""
+    qkv = tuple(x.reshape(2, 70, *x.shape[1:]) for x in arrays(140))
+
+    def gradients(implementation):
+        run = functools.partial(jattn.attention, causal=True, mask=mask, return_lse=True)
+        return jax.grad(loss_of(functools.partial(run, implementation=implementation)))
+
+    expected = jax.jit(gradients("xla"))(qkv)
+    with as_on_a_gpu() as called:
+        actual = jax.jit(jax.vmap(gradients("mosaic_gpu")))(qkv)
+    assert set(called) == {"attend", "gradients"}
+    assert_near(actual, expected)
+
+
 def test_masked_batch_lists_only_tiles_of_its_own_keys():
     qkv, mask = arrays(), block_mask_per_text()
     expected = jax.jit(jax.grad(loss_of(batched_attention(mask, implementation="xla"))))(qkv)
