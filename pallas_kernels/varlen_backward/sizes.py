@@ -257,7 +257,8 @@ def _sizes_for_blocks(sizes: BackwardSizes, blocks: MaskBlocks, panels: int) -> 
     """Return the sizes, with a team per warpgroup in the kernels whose tiles would hold several blocks.
 
     Twice as many keys or queries are then loaded per product, which pays only if a tile of half the size
-    visits fewer of them. Under masks of single pairs it visits almost as many.
+    visits fewer of them. Under masks of single pairs it visits almost as many. For blocks of 128 at a density
+    of 0.1, teams took 1.07 (dq) and 1.05 (dk/dv) times as long on an H200 (backward-blocks-later).
     """
     has_small_queries, has_small_keys = (
         any(min(LIST_BLOCK_SIZES) <= size < WARPGROUPS * PANEL for size in block_sizes)
