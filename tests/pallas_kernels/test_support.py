@@ -293,7 +293,7 @@ class TestSchedulesBuiltForOtherCalls:
         plain = {"score": score, "sizes": DecodeSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
         make = lambda lens, **change: make_decode_schedule(lens, **(plain | change))
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
-        with pytest.raises(ValueError, match="schedule was built for unit=2048, but this call has unit=64"):
+        with pytest.raises(ValueError, match="schedule was built for keys_per_unit=2048, but this call has"):
             run(schedule=make(lens, sizes=DecodeSizes(split_kv=2048)))
         with pytest.raises(
             ValueError, match=r"built for mask=.*\(5, None\).*, but this call has mask=.*None\), None\)"
