@@ -78,7 +78,7 @@ class Mask(abc.ABC):
 
     @property
     def has_short_runs(self) -> bool:
-        """Whether queries typically attend to runs of keys that begin anywhere and fill no tiles."""
+        """Return whether queries typically attend to runs of keys that begin anywhere and fill no tiles."""
         return False
 
     @property

@@ -73,7 +73,7 @@ class BackwardSizes:
 
     @property
     def per_warp_mma(self) -> bool:
-        """Whether warps multiply by mma.sync and load by cp.async; see PrefillSizes.per_warp_mma."""
+        """Return whether warps multiply by mma.sync and load by cp.async; see PrefillSizes.per_warp_mma."""
         return self.dq_sizes is not None and self.dq_sizes.per_warp_mma
 
     @property

@@ -52,7 +52,7 @@ class WarpQueryPipeline:
 
     @property
     def needs_release(self) -> bool:
-        """Whether `first` is read after `second` has arrived, so that its only stage is not free."""
+        """Return whether `first` is read after `second` has arrived, so that its only stage is not free."""
         return self.spec.sizes.stages == 1 and self.spec.computes.dk and self.spec.computes.dv
 
     def first_step_from(self, work_tile: BackwardWorkTile, index: Scalar) -> NextStep:

@@ -164,7 +164,7 @@ class Masking:
 
     @property
     def _has_row_end(self) -> bool:
-        """Whether the end of the visible keys depends on the row."""
+        """Return whether the end of the visible keys depends on the row."""
         score = self.spec.score
         return score.causal or score.window[1] is not None or score.chunk_size is not None
 
