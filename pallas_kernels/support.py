@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require_one_of, unsupported
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
@@ -485,8 +486,8 @@ def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int, gpu: str
     kernel = KERNELS["varlen_backward"]
     head_dims, condition = kernel.head_dims, " for gradients"
     if not ARCHITECTURES[gpu].has_wgmma:
-        # Queries, dO, keys and values of 64 rows each must fit shared memory together.
-        max_dim = (ARCHITECTURES[gpu].smem_bytes - WARP_RESERVED_BYTES) // (4 * 64 * 2)
+        # Queries, dO, keys and values of a warpgroup must fit shared memory together.
+        max_dim = (ARCHITECTURES[gpu].smem_bytes - WARP_RESERVED_BYTES) // (4 * WARPGROUP_ROWS * 2)
         head_dims = tuple(dim for dim in head_dims if dim <= max_dim)
         condition = f" for gradients on compute capability {gpu}"
     named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.block_scores.kernel import TILE_ROWS, BlockScoresDims, score_tiles
+from pallas_kernels.block_scores.kernel import BlockScoresDims, score_tiles
 from pallas_kernels.checks import (
     forbid_kernel_derivative,
     require,
@@ -13,11 +13,12 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import ARCHITECTURES, KERNELS, first_reason, kernel_architecture, must_be_one_of
 
 MAX_MMA_Q_HEADS = 192  # query heads without wgmma: with 256, the kernel spills registers
-KV_HEADS = (8, 16, 32, TILE_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows
+KV_HEADS = (8, 16, 32, WARPGROUP_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows
 
 
 def why_not_block_scores(

@@ -42,6 +42,7 @@ from pallas_kernels.ptx.cp_async import (
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.ptx.tile_mma import multiply_chunks
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
@@ -49,7 +50,6 @@ from pallas_kernels.support import ARCHITECTURES, Architecture
 
 W = plgpu.Layout.WGMMA
 CONSUMER, LOADER = range(2)  # warpgroups
-TILE_ROWS = 64  # rows of a tile: the M of the tensor core
 # Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
 # thread block per SM with 160 KB takes 1 % longer. Those of other architectures are estimated.
 BYTES_IN_FLIGHT = 64 * 1024
@@ -86,12 +86,12 @@ class BlockScoresDims:
     @property
     def blocks(self) -> int:
         """Number of blocks per tile."""
-        return TILE_ROWS // self.kv_heads
+        return WARPGROUP_ROWS // self.kv_heads
 
     @property
     def stages(self) -> int:
         """Number of pipeline stages, each with the bounds of one tile: two or more, or one if no more fit."""
-        stage_bytes = 2 * TILE_ROWS * self.head_dim * 2
+        stage_bytes = 2 * WARPGROUP_ROWS * self.head_dim * 2
         if self.architecture.has_wgmma:
             return max(BYTES_IN_FLIGHT // stage_bytes, 2)
         available = self.architecture.smem_bytes - SMEM_RESERVE - 2 * self.q_heads * self.head_dim * 2
@@ -102,12 +102,12 @@ class BlockScoresDims:
     def tiling(self) -> CacheTiling:
         """The bounds as a cache: each block holds the bounds of kv_heads heads in place of tokens."""
         head = HeadChunks(1, self.head_dim, self.head_dim, self.head_dim, is_padded=False)
-        return CacheTiling(block_size=self.kv_heads, tile_kv=TILE_ROWS, is_hnd=False, head=head)
+        return CacheTiling(block_size=self.kv_heads, tile_kv=WARPGROUP_ROWS, is_hnd=False, head=head)
 
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory per thread block."""
-        rows = self.q_heads + self.stages * TILE_ROWS
+        rows = self.q_heads + self.stages * WARPGROUP_ROWS
         return 2 * rows * self.head_dim * 2 + SMEM_RESERVE
 
     @property
@@ -203,7 +203,7 @@ def score_tiles(
         scratch_types=(
             BlockScoresSmem(
                 q=swizzled_smem((2, dims.q_heads, dims.head_dim), dtype),
-                bounds=swizzled_smem((stages, 2, TILE_ROWS, dims.head_dim), dtype),
+                bounds=swizzled_smem((stages, 2, WARPGROUP_ROWS, dims.head_dim), dtype),
             ),
             barriers if uses_tma else None,
         ),
@@ -222,7 +222,7 @@ def head_bias(dims: BlockScoresDims) -> np.ndarray:
 
     A NumPy array is a constant of the kernel; a jnp array would be computed on the device.
     """
-    kv_head, q_head = np.arange(TILE_ROWS)[:, None] % dims.kv_heads, np.arange(dims.q_heads)[None, :]
+    kv_head, q_head = np.arange(WARPGROUP_ROWS)[:, None] % dims.kv_heads, np.arange(dims.q_heads)[None, :]
     is_own_head = q_head // (dims.q_heads // dims.kv_heads) == kv_head
     return np.where(is_own_head, 0.0, -np.inf).astype(np.float32)
 
@@ -409,7 +409,7 @@ def score_body(
 
     def multiply(stage: Scalar) -> Tile:
         """Return low q[0]^T + high q[1]^T of a stage."""
-        shape = TILE_ROWS, dims.q_heads
+        shape = WARPGROUP_ROWS, dims.q_heads
 
         def by_wgmma(acc: Ref) -> Tile:
             for side in range(2):

@@ -25,19 +25,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.cp_async import commit_copies, copy_rows, wait_for_warpgroup
 from pallas_kernels.ptx.tile_mma import multiply_tiles as multiply_by_mma
-from pallas_kernels.shared.memory import store_unoptimized, swizzle_transforms, swizzled_smem
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.memory import PANEL, store_unoptimized, swizzle_transforms, swizzled_smem
 from pallas_kernels.shared.types import Interpret, Ref, Scalar, Slice, Tile
 from pallas_kernels.support import ARCHITECTURES, Architecture
 
-TILE_ROWS = 128  # rows per thread block; each of its two compute warpgroups multiplies half of them
-TILE_INPUTS = 64  # inputs per stage of both operands: one row of the swizzle
+TILE_ROWS = 2 * WARPGROUP_ROWS  # rows per thread block, which has two compute warpgroups
+TILE_INPUTS = PANEL  # inputs per stage of both operands: one row of the swizzle
 TILES_OUTPUTS = (256, 192, 128, 64)  # columns per thread block: the largest that divides the outputs
 SHARED_MEMORY = 225 * 1024  # bytes of shared memory per thread block
 # The same for mma.sync, estimated: two thread blocks per SM if shared memory has two stages for each.
 MMA_TILES_OUTPUTS = (128, 64)
 MMA_STAGES = range(2, 5)
 RESERVED_BYTES, ALIGNMENT_BYTES = 1024, 1024  # per thread block: by the GPU, and at most for alignment
-WARPGROUP_ROWS = TILE_ROWS // 2
 f32 = jnp.float32
 
 

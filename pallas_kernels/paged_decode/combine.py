@@ -13,8 +13,8 @@ from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.paged_decode.span import count_units_per_span, find_span_start
 from pallas_kernels.paged_decode.spec import DecodeOutputs, DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
-from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.softmax import STRIP, SplitOutputs, add_splits, finalize_softmax
+from pallas_kernels.shared.memory import PANEL, store_unoptimized
+from pallas_kernels.shared.softmax import SplitOutputs, add_splits, finalize_softmax
 from pallas_kernels.shared.types import Ref, Scalar
 
 W = plgpu.Layout.WGMMA
@@ -56,7 +56,7 @@ def combine_splits(
     kernel = plgpu.kernel(
         functools.partial(combine_body, spec=spec, by_request=by_request),
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
-        grid=(candidates, spec.head_tiles, spec.shape.head.padded_dim // STRIP),
+        grid=(candidates, spec.head_tiles, spec.shape.head.padded_dim // PANEL),
         grid_names=("candidate", "head_tile", "strip"),
         # There is no shared memory that barriers would have to guard.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -69,7 +69,7 @@ def combine_splits(
 
 
 def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by_request: bool) -> None:
-    """Combine one request for STRIP columns of a head, if this thread block is the one to do it.
+    """Combine one request for one panel of a head, if this thread block is the one to do it.
 
     Args:
         refs: Arrays.
@@ -99,7 +99,7 @@ def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by
 
     @pl.when(is_owned)
     def _() -> None:
-        head, columns = spec.shape.head, pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
+        head, columns = spec.shape.head, pl.ds(pl.multiple_of(strip * PANEL, PANEL), PANEL)
         # Chunks of a padded head are as wide as strips.
         part = (strip,) if head.is_padded else (0, columns)
         acc, row_max, row_sum = add_splits(

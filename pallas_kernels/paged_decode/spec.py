@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
+from pallas_kernels.shared.memory import PANEL, HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import SplitOutputs
@@ -237,7 +237,7 @@ def smem_types(kv: KvRefs, spec: DecodeSpec) -> ScratchType:
     # Interpret mode takes no operand from registers, so dequantized keys pass through shared memory there.
     is_dequantized = kv.v.dtype != spec.dtype or (spec.is_interpreted and kv.k.dtype != spec.dtype)
     scale_smem = plgpu.SMEM((sizes.stages, sizes.tile_kv), f32)
-    swizzle_width = head.width if sizes.per_warp_mma else 64
+    swizzle_width = head.width if sizes.per_warp_mma else PANEL
     dequantized = swizzled_smem(stage, spec.dtype) if is_dequantized and not sizes.per_warp_mma else None
     warp_outputs = plgpu.SMEM((WARPS, head.padded_dim + 2, tile_q), f32) if sizes.per_warp_mma else None
     queries = swizzled_smem((2 if sizes.uses_tma else 1, head.num_chunks, tile_q, head.width), spec.dtype)

@@ -9,6 +9,7 @@ from jax.extend.mlir.dialects import vector
 
 from pallas_kernels.ptx import lanes
 from pallas_kernels.ptx.layouts import SCALAR_LAYOUT, TILE_LAYOUT, require_layout
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 
 type Fragment = list[ir.Value]
 """A lane's four f32 of an mma accumulator of 8 columns: row g, columns 2 t and 2 t + 1; then row g + 8."""
@@ -23,9 +24,8 @@ def column_fragments(array: mgpu.FragmentedArray) -> list[Fragment]:
 
 def row_tiles(array: mgpu.FragmentedArray) -> list[list[Fragment]]:
     """Return `column_fragments` of each 64 rows of an f32 tile whose number of rows is a multiple of 64."""
-    rows, columns = array.shape
-    fragments = column_fragments(array)
-    return [fragments[i : i + columns // 8] for i in range(0, rows // 64 * (columns // 8), columns // 8)]
+    fragments, per_row_tile = column_fragments(array), array.shape[1] // 8
+    return [fragments[i : i + per_row_tile] for i in range(0, len(fragments), per_row_tile)]
 
 
 def tile_from_fragments(fragments: Sequence[Sequence[ir.Value]]) -> mgpu.FragmentedArray:
@@ -42,7 +42,8 @@ def tile_from_row_tiles(row_tiles: Sequence[Sequence[Sequence[ir.Value]]]) -> mg
         for fragment in fragments
         for i in (0, 2)
     ]
-    return array_from_registers(registers, TILE_LAYOUT, (64 * len(row_tiles), 8 * len(row_tiles[0])))
+    shape = WARPGROUP_ROWS * len(row_tiles), 8 * len(row_tiles[0])
+    return array_from_registers(registers, TILE_LAYOUT, shape)
 
 
 def array_from_registers(

@@ -18,6 +18,7 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
 from pallas_kernels.ptx.mma import pack_16bit, transpose_8x8
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Tile
 
@@ -56,7 +57,7 @@ def _store_transposed_by_lanes(
     for m, row_tile in enumerate(fragments.row_tiles(acc)):
         for n, fragment in enumerate(row_tile):
             for half in (0, 1):
-                row, start = 8 * n, 64 * m + 8 * half
+                row, start = 8 * n, WARPGROUP_ROWS * m + 8 * half
                 if row >= rows or start >= columns:
                     continue
                 is_valid = arith.andi(lanes.is_below(g, rows - row), lanes.is_below(column, columns - start))
@@ -238,8 +239,8 @@ def _store_token_rows_by_lanes(
     head, token, begin, end = map(fragments.scalar, scalars)
     lane, warp = lanes.lane_and_warp()
     g, t = arith.shrui(lane, lanes.const(2)), arith.andi(lane, lanes.const(3))
-    for m, half in itertools.product(range(acc.shape[0] // 64), (0, 1)):
-        row = lanes.add(lanes.times(warp, 16), g, 64 * m + 8 * half)
+    for m, half in itertools.product(range(acc.shape[0] // WARPGROUP_ROWS), (0, 1)):
+        row = lanes.add(lanes.times(warp, 16), g, WARPGROUP_ROWS * m + 8 * half)
         head_index = lanes.add(head, arith.divui(row, lanes.const(tokens_per_head)))
         token_index = arith.remui(row, lanes.const(tokens_per_head))
         is_valid = arith.andi(
@@ -264,7 +265,8 @@ def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Valu
         # All four lanes with the same g hold the value: lane t = 0 stores row g, lane t = 1 row g + 8, and
         # of 128 rows lane t = 2 row g + 64, lane t = 3 row g + 72.
         is_writer = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(index))
-        yield lanes.add(lanes.times(warp, 16), g, index // 2 * 64 + index % 2 * 8), value, is_writer
+        row = lanes.add(lanes.times(warp, 16), g, index // 2 * WARPGROUP_ROWS + index % 2 * 8)
+        yield row, value, is_writer
 
 
 def _store_tiles(ref: Ref, tiles_s: Ref, index: Index) -> None:

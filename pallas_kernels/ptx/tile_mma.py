@@ -17,10 +17,10 @@ from pallas_kernels.ptx import fragments
 from pallas_kernels.ptx.fallback import round_to, with_fallback
 from pallas_kernels.ptx.layouts import TILE
 from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16, pack_16bit
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Ref, Tile
 
-ROWS = 64  # rows of which each warp holds 16
 STEP = 16  # elements that one mma.sync sums over
 SWIZZLE = 128
 f32 = jnp.float32
@@ -81,7 +81,7 @@ def _multiply_by_lanes(
     right = _right_operand(b_s, *((n, k) if is_transposed else (k, n)), is_transposed=is_transposed)
     sums: list[list[Sequence[ir.Value]]] = [list(columns) for columns in fragments.row_tiles(acc)]
     for step in range(k // STEP):
-        a_operands = [left.load(0, step, first_row=first_row) for first_row in range(0, rows, ROWS)]
+        a_operands = [left.load(0, step, first_row=first_row) for first_row in range(0, rows, WARPGROUP_ROWS)]
         for first in range(0, n, 16):
             # Four matrices of 8 x 8 are two B operands of 16 rows and 8 columns, low and high rows.
             if is_transposed:

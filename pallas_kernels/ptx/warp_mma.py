@@ -40,7 +40,7 @@ from pallas_kernels.ptx.mma import (
     pack_16bit,
     transpose_8x8,
 )
-from pallas_kernels.shared.memory import HeadChunks, swizzle_bytes, swizzle_transforms
+from pallas_kernels.shared.memory import PANEL, HeadChunks, swizzle_bytes, swizzle_transforms
 from pallas_kernels.shared.types import Layout, Ref, Scalar, Tile
 
 WARP_KEYS = 16  # keys of a tile that one warp processes
@@ -97,7 +97,7 @@ class WarpTile:
         )
 
 
-def ref_type(itemsize: int, width: int = 64) -> plgpu.RefType:
+def ref_type(itemsize: int, width: int = PANEL) -> plgpu.RefType:
     """Return the reference type of a tile of `swizzled_smem`."""
     return plgpu.RefType(swizzle_transforms(itemsize, width))
 
@@ -153,7 +153,7 @@ def _load_query_by_lanes(
 
     def read(chunk: int, row_tile: int, step: int) -> list[ir.Value]:
         """Return two registers: the lane's part of the 16 columns of a step."""
-        offset = ((chunk * num_row_tiles + row_tile) * (width // 64) + step // 4) * 1024
+        offset = ((chunk * num_row_tiles + row_tile) * (width // PANEL) + step // 4) * 1024
 
         def address(unit: int) -> ir.Value:
             return arith.xori(first, lanes.const(unit * 16))

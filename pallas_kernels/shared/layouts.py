@@ -1,4 +1,4 @@
-"""Register layouts of rows that no tensor core multiplies."""
+"""Rows of a warpgroup's matrix product, and register layouts of rows that no tensor core multiplies."""
 
 import math
 
@@ -6,6 +6,8 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Layout
+
+WARPGROUP_ROWS = 64  # rows of a matrix product per warpgroup: the M of a wgmma instruction
 
 
 def row_layout(rows: int, columns: int) -> Layout:

@@ -27,7 +27,7 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 # In 8 bits a head of 120 has no rows of a multiple of 16 bytes, which TMA requires, and 112 would need 7
 # chunks.
 EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-PANEL = 64  # rows or columns of one operand tile of a backward product; see varlen_backward.refs
+PANEL = 64  # elements of a head, or rows, per panel: the width of a swizzled tile in 16 bits
 
 
 # ------------------------------------------------------------------------------------- arrays
@@ -124,7 +124,7 @@ class HeadChunks(NamedTuple):
 
 
 def head_chunks(head_dim: int, *, itemsize: int = 2) -> HeadChunks:
-    """Return the chunks of a head; one chunk if 64 divides head_dim.
+    """Return the chunks of a head; one chunk if PANEL divides head_dim.
 
     Args:
         head_dim: Elements per head.
@@ -157,16 +157,16 @@ def padded_slice(size: int, length: int, zero: Scalar) -> Slice:
     """
     if size <= length:
         return pl.ds(0, size)
-    return pl.ds(lax.div(zero, 64) * 64, size)
+    return pl.ds(lax.div(zero, PANEL) * PANEL, size)
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> ScratchType:
+def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = PANEL) -> ScratchType:
     """Return the type of shared memory that TMA fills and the tensor core reads; see `swizzle_bytes`."""
     return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(jnp.dtype(dtype).itemsize, width))
 
 
 def swizzle_transforms(
-    itemsize: int, width: int = 64
+    itemsize: int, width: int = PANEL
 ) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Return the tiling and the swizzle of `swizzled_smem`."""
     swizzle = swizzle_bytes(itemsize, width)
@@ -174,7 +174,7 @@ def swizzle_transforms(
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def swizzle_bytes(itemsize: int, width: int = 64) -> int:
+def swizzle_bytes(itemsize: int, width: int = PANEL) -> int:
     """Return the bytes per row of the swizzle: the greatest common divisor of a row and 128."""
     return math.gcd(itemsize * width, 128)
 

@@ -17,11 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import HeadChunks
+from pallas_kernels.shared.memory import PANEL, HeadChunks
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
-COLUMNS_AT_ONCE = 64  # columns of values that are held in registers together
 
 
 def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
@@ -228,7 +227,7 @@ def clear_masked_out(
     """
     num_chunks, _, width = tile_s.shape
     for chunk in range(num_chunks):
-        for start in range(0, width, COLUMNS_AT_ONCE):
-            part_s = tile_s.at[chunk, rows, pl.ds(start, COLUMNS_AT_ONCE)]
+        for start in range(0, width, PANEL):
+            part_s = tile_s.at[chunk, rows, pl.ds(start, PANEL)]
             v = plgpu.load(part_s, layout=W, optimized=False)
             part_s[...] = where_visible(v, keys(v.shape), first_key, end_key)

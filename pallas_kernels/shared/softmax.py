@@ -15,7 +15,6 @@ from pallas_kernels.shared.types import Columns, Index, Ref, Rows, Scalar, Tile
 # If a tile of fewer queries has more splits, QUERIES_AT_ONCE // queries of them are loaded at once.
 # Of tiles of 128 queries fewer are loaded at once.
 SPLITS_AT_ONCE, QUERIES_AT_ONCE, MAX_LOADED_QUERIES = 4, 128, 256
-STRIP = 64  # columns of a head that a thread block of a combine kernel computes
 LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
 
 

@@ -3,7 +3,6 @@
 from pallas_kernels.varlen_backward.entry import varlen_backward
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule
 from pallas_kernels.varlen_backward.sizes import (
-    WARPGROUP_KEYS,
     BackwardSizes,
     default_layer_sizes,
     default_sizes,

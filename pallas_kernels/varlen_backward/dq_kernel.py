@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Ref, Scalar, ScratchType
 from pallas_kernels.varlen_backward.dq_loader import DqLoader, num_value_stages
@@ -33,7 +34,6 @@ from pallas_kernels.varlen_backward.dq_mainloop import DqMainloop
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem, WarpDqSmem
 from pallas_kernels.varlen_backward.warp_dq_kernel import warp_dq_body
 from pallas_kernels.varlen_prefill.spec import (
-    M,
     PrefillBarriers,
     PrefillSpec,
     barrier_types,
@@ -78,7 +78,9 @@ def smem_and_barrier_types(spec: PrefillSpec) -> tuple[DqSmem, PrefillBarriers]:
     # queries.
     values = swizzled_smem((sizes.teams * num_values, num_chunks, sizes.tile_kv, head.width), spec.dtype)
     attention_smem = smem_types(spec)._replace(alibi=None, v=values)
-    dout = swizzled_smem((sizes.warpgroups, sizes.query_buffers, num_chunks, M, head.width), spec.dtype)
+    dout = swizzled_smem(
+        (sizes.warpgroups, sizes.query_buffers, num_chunks, WARPGROUP_ROWS, head.width), spec.dtype
+    )
     barriers = barrier_types(spec)._replace(
         v_full=plgpu.Barrier(num_arrivals=spec.copies_per_stage, num_barriers=sizes.teams * num_values),
         v_free=plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=sizes.teams * num_values),

@@ -9,11 +9,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.types import Scalar
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, KvStream, PrefillLoader, copy_rows
-from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSmem, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import PrefillBarriers, PrefillSmem, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
 
@@ -110,9 +111,10 @@ class DqLoader(PrefillLoader):
         for operand, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             rank = min(operand, team_size - 1)
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            first_row = jnp.maximum(work_tile.column("first_row") + rank * M, 0)
-            # As many copies as a tile of keys, for which the barrier counts. Both have M rows.
-            for chunk, first in itertools.product(range(head.num_chunks), range(0, M, self.run_length)):
+            first_row = jnp.maximum(work_tile.column("first_row") + rank * WARPGROUP_ROWS, 0)
+            # As many copies as a tile of keys, for which the barrier counts. Both have WARPGROUP_ROWS rows.
+            first_rows = range(0, WARPGROUP_ROWS, self.run_length)
+            for chunk, first in itertools.product(range(head.num_chunks), first_rows):
                 index = (work_tile.head, *head.gmem_index(chunk, step * 0))
                 to = buffers.tiles.at[stage, chunk, pl.ds(first, self.run_length)]
                 row, full = align_row(first_row + first), buffers.full.at[stage]
@@ -139,8 +141,8 @@ class DqLoader(PrefillLoader):
         super().load_queries(work_tile, row, iteration)
         head, buffer = self.spec.shape.head, self.queries[0].buffer(iteration)
         for rank, queries in enumerate(self.queries):
-            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0))
+            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * WARPGROUP_ROWS, 0))
             for chunk in range(head.num_chunks):
                 index = (work_tile.head, *head.gmem_index(chunk, iteration * 0))
                 to, full = self.dout_s.at[queries.wg, buffer, chunk], queries.full.at[queries.barrier(buffer)]
-                copy_rows(self.dout, first_row, index, to, full, num_rows=M)
+                copy_rows(self.dout, first_row, index, to, full, num_rows=WARPGROUP_ROWS)

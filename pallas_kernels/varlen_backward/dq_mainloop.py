@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
@@ -16,7 +17,7 @@ from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import ValueTiles
-from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import PrefillBarriers, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     KvTile,
     MaskedEnds,
@@ -330,7 +331,7 @@ class DqMainloop:
             output_step: Step that carries their output, if delta is computed from it.
         """
         stats_g = self.inputs.row_stats
-        work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * M
+        work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * WARPGROUP_ROWS
 
         lse = load_row_stat(stats_g, rows, 0)
         if self.inputs.out is None:
@@ -338,5 +339,5 @@ class DqMainloop:
         # Load before computing delta, so that the loads are in flight meanwhile.
         grad_lse = 0.0 if stats_g.shape[1] == 2 else load_row_stat(stats_g, rows, 2)
         delta = self.compute_delta(self.operands(rows, buffer), output_step) - grad_lse
-        stats_g[work_tile.head, 1, pl.ds(first, M)] = delta
+        stats_g[work_tile.head, 1, pl.ds(first, WARPGROUP_ROWS)] = delta
         return RowStats(lse, delta)

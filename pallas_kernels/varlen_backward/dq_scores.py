@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_scores import (
@@ -21,7 +22,7 @@ from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.masking import Masking
 from pallas_kernels.varlen_prefill.softmax import load_column_indices
-from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, f32
+from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
 
 
@@ -39,8 +40,10 @@ class RowStats(NamedTuple):
 
 def load_row_stat(stats_g: Ref, rows: QueryRows, index: int) -> Rows:
     """Load a statistic of each row, including rows of other requests or of none; see DkDvInputs.row_stats."""
-    work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * M
-    return plgpu.load(stats_g.at[work_tile.head, index, pl.ds(first, M)], layout=ROW, optimized=False)
+    work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * WARPGROUP_ROWS
+    return plgpu.load(
+        stats_g.at[work_tile.head, index, pl.ds(first, WARPGROUP_ROWS)], layout=ROW, optimized=False
+    )
 
 
 class DqScores:

@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 
 from pallas_kernels.checks import require, require_one_of, require_positive
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import ARCHITECTURES, WARP_RESERVED_BYTES
 from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, MaskBlocks, PrefillSizes
 
 WARPGROUPS = 2  # computing warpgroups
-WARPGROUP_KEYS = PANEL  # keys of a work tile that each of them computes
 MAX_FUSED_DIM = 128  # wider heads leave no registers for both dk and dv
 
 
@@ -84,7 +84,7 @@ class BackwardSizes:
     @property
     def tile_kv(self) -> int:
         """Number of keys per work tile of the dk/dv kernel."""
-        return self.team_size * WARPGROUP_KEYS
+        return self.team_size * WARPGROUP_ROWS
 
     @property
     def parts(self) -> int:
@@ -102,7 +102,8 @@ class BackwardSizes:
         Args:
             width: Padded head_dim.
         """
-        return 2 * 2 * (PANEL * self.warpgroups + self.stages * self.tile_q) * width + WARP_RESERVED_BYTES
+        rows = self.warpgroups * WARPGROUP_ROWS + self.stages * self.tile_q
+        return 2 * 2 * rows * width + WARP_RESERVED_BYTES
 
     @property
     def fuses_delta(self) -> bool:
@@ -115,7 +116,7 @@ class BackwardSizes:
         dq = self.dq_sizes
         if dq is None or self.separate_dk_dv or self.per_warp_mma:
             return False
-        return (dq.tile_kv, dq.warpgroups) == (PANEL, WARPGROUPS)
+        return (dq.tile_kv, dq.warpgroups) == (WARPGROUP_ROWS, WARPGROUPS)
 
 
 def check_head_dim(sizes: BackwardSizes, head_dim: int) -> None:
@@ -261,7 +262,7 @@ def _sizes_for_blocks(sizes: BackwardSizes, blocks: MaskBlocks, panels: int) -> 
     of 0.1, teams took 1.07 (dq) and 1.05 (dk/dv) times as long on an H200 (backward-blocks-later).
     """
     has_small_queries, has_small_keys = (
-        any(min(LIST_BLOCK_SIZES) <= size < WARPGROUPS * PANEL for size in block_sizes)
+        any(min(LIST_BLOCK_SIZES) <= size < WARPGROUPS * WARPGROUP_ROWS for size in block_sizes)
         for block_sizes in (blocks.queries, blocks.keys)
     )
     if has_small_keys:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.tile_codes import FULL_BIT, VISIBLE_BIT, encode_tiles
 from pallas_kernels.varlen_backward.schedule import (
     COLUMNS,
@@ -18,7 +19,7 @@ from pallas_kernels.varlen_backward.schedule import (
     BackwardScheduleKey,
     order_work_tiles,
 )
-from pallas_kernels.varlen_backward.sizes import WARPGROUP_KEYS, BackwardSizes
+from pallas_kernels.varlen_backward.sizes import BackwardSizes
 from pallas_kernels.varlen_prefill import KernelMask, PrefillTileLists
 
 
@@ -101,7 +102,7 @@ def make_tile_lists(
 
 def keys_per_code(sizes: BackwardSizes) -> int:
     """Return the number of keys per tile code: a warpgroup's with a dq kernel, else a work tile's."""
-    return sizes.tile_kv if sizes.dq_sizes is None else WARPGROUP_KEYS
+    return sizes.tile_kv if sizes.dq_sizes is None else WARPGROUP_ROWS
 
 
 def _transpose_codes(

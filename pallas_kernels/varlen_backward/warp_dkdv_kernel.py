@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
-from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries
@@ -114,7 +114,7 @@ class WarpDkDvMainloop:
     def compute_work_tile(self, work_tile: BackwardWorkTile, half: Scalar) -> DkDvSums:
         """Return dk and dv of a half of a work tile, 0 or 1."""
         first, scores = self.pipeline.first_step_from(work_tile, jnp.int32(0)), self.scores_of(half)
-        self.pipeline.start(work_tile, work_tile["first_key_row"] + half * PANEL, first)
+        self.pipeline.start(work_tile, work_tile["first_key_row"] + half * WARPGROUP_ROWS, first)
 
         def compute_head(index: Scalar, carry: tuple[Scalar, WarpDkDvState]) -> tuple[Scalar, WarpDkDvState]:
             step, state = carry
@@ -228,15 +228,16 @@ class WarpDkDvMainloop:
 
     def zeros(self) -> DkDvSums:
         """Return accumulators of zeros for the gradients that the kernel computes."""
-        zeros = plgpu.layout_cast(jnp.zeros((PANEL, self.spec.head.width), f32), W)
+        zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, self.spec.head.width), f32), W)
         return DkDvSums(*((zeros,) * self.spec.head.num_chunks * int(x) for x in self.spec.computes))
 
     def store(self, work_tile: BackwardWorkTile, half: Scalar, sums: DkDvSums) -> None:
         """Store dk and dv of a half of a work tile from registers."""
         head = self.spec.head
-        first_row = work_tile["first_key_row"] + half * PANEL
+        first_row = work_tile["first_key_row"] + half * WARPGROUP_ROWS
         begin, end = (
-            jnp.clip(work_tile[name] - half * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
+            jnp.clip(work_tile[name] - half * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
+            for name in ("store_begin", "store_end")
         )
         for grad_g, accs, scale in (
             (self.outputs.dk, sums.dk, self.spec.score.scale),
@@ -246,5 +247,6 @@ class WarpDkDvMainloop:
                 chunk_g = grad_g.at[:, :, chunk] if head.is_padded else grad_g
                 store_token_rows(
                     chunk_g, acc * scale, work_tile.kv_head, first_row, begin, end,
-                    tokens_per_head=PANEL, columns=head.chunk_dim, is_interpreted=self.spec.is_interpreted,
+                    tokens_per_head=WARPGROUP_ROWS, columns=head.chunk_dim,
+                    is_interpreted=self.spec.is_interpreted,
                 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Varlen prefill: attention of packed prompts over their own keys, packed or in a paged cache."""
 
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, KernelMask, PairTile, Words
@@ -21,7 +22,6 @@ from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, key
 from pallas_kernels.varlen_prefill.sizes import (
     PACK_GQA_CHOICES,
     SHARED_MEMORY,
-    WARPGROUP_ROWS,
     CallBounds,
     MaskBlocks,
     PrefillSizes,

@@ -1,6 +1,6 @@
 """The combine kernel: merges the split outputs of query tiles whose keys are split.
 
-A strip is a warpgroup's rows and 64 columns of the output of a query tile and head. Each thread block
+A strip is a warpgroup's rows and one panel of the output of a query tile and head. Each thread block
 combines several strips.
 """
 
@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
-from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.softmax import STRIP, add_splits
+from pallas_kernels.shared.memory import PANEL, swizzled_smem
+from pallas_kernels.shared.softmax import add_splits
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.epilogue import (
     output_scale_and_lse,
@@ -51,7 +51,7 @@ def combine_splits(
         sinks: Attention sinks, see PrefillInputs.
         spec: Static description of the prefill kernel.
     """
-    tile, split_outputs = (1, spec.sizes.warpgroup_rows, STRIP), outputs.split_outputs
+    tile, split_outputs = (1, spec.sizes.warpgroup_rows, PANEL), outputs.split_outputs
     assert split_outputs is not None
     kernel = plgpu.kernel(
         Combiner(spec).body,
@@ -85,7 +85,7 @@ class Combiner:
     def body(self, refs: CombineRefs, unused_g: Ref, out_s: Ref) -> None:
         """Combine the strips of this thread block."""
         shape, sizes = self.spec.shape, self.spec.sizes
-        strips, ranks = jnp.int32(shape.head.padded_dim // STRIP), jnp.int32(sizes.team_size)
+        strips, ranks = jnp.int32(shape.head.padded_dim // PANEL), jnp.int32(sizes.team_size)
         heads = jnp.int32(self.spec.work_tiles_per_query_tile)
         cta, ctas = lax.axis_index("cta"), jnp.int32(CTAS_PER_SM * sizes.ctas)
         num_strips = refs.num_valid[0] * heads * ranks * strips
@@ -106,7 +106,7 @@ class Combiner:
         """Combine and store a strip of a warpgroup's rows, if at least one of the rows is valid."""
         work_tile, first, head_dims = rows.work_tile, rows.rank * rows.tokens, self.spec.shape.head
         # Chunks of a padded head are as wide as strips.
-        columns = pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
+        columns = pl.ds(pl.multiple_of(strip * PANEL, PANEL), PANEL)
         (swizzled_s,), (plain_s,) = out_s
 
         def index_of(tokens: Slice, head: Scalar, index: int) -> Index:
@@ -116,7 +116,7 @@ class Combiner:
 
         @pl.when((first < work_tile.column("end")) & (first + rows.tokens > work_tile.column("begin")))
         def _() -> None:
-            chunk, chunk_columns = (strip, pl.ds(0, STRIP)) if head_dims.is_padded else (strip * 0, columns)
+            chunk, chunk_columns = (strip, pl.ds(0, PANEL)) if head_dims.is_padded else (strip * 0, columns)
             slots = warpgroup_rows(rows)
             acc, row_max, row_sum = add_splits(
                 refs.split_outputs, work_tile.column("split_output"), work_tile.column("num_splits"),
@@ -132,7 +132,7 @@ class Combiner:
                 store_token_rows(
                     out_g, acc * broadcast_rows(factor, acc), packed_heads(work_tile, self.spec)[0].head,
                     *valid_rows(rows), tokens_per_head=rows.tokens,
-                    columns=head_dims.chunk_dim if head_dims.is_padded else STRIP,
+                    columns=head_dims.chunk_dim if head_dims.is_padded else PANEL,
                     is_interpreted=self.spec.is_interpreted,
                 )  # fmt: skip
                 return

@@ -57,6 +57,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.score_mod import Lookups
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, ScratchType, Tile
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
@@ -74,7 +75,6 @@ from pallas_kernels.varlen_prefill.softmax import (
 from pallas_kernels.varlen_prefill.spec import (
     COLUMN,
     DEQUANTIZE_REGISTERS,
-    M,
     PrefillBarriers,
     PrefillInputs,
     PrefillOutputs,
@@ -272,7 +272,11 @@ class PrefillMainloop:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             self.release_previous(iteration)
             self.pipeline.skip(step, jnp.int32(0), work_tile.num)
-            return RowResults(zero_accumulators(self.spec), full_rows(M, -jnp.inf), full_rows(M, 0.0))
+            return RowResults(
+                zero_accumulators(self.spec),
+                full_rows(WARPGROUP_ROWS, -jnp.inf),
+                full_rows(WARPGROUP_ROWS, 0.0),
+            )
 
         q_s, out_s = queries.query.at[buffer], queries.out.at[buffer]
         attend = functools.partial(self.attend, rows, q_s, step, iteration)
@@ -313,7 +317,7 @@ class PrefillMainloop:
         loaded, lookups = self.masking.load(tile), self.bias.load(tile)
         s = self.scores(q_s, first_step, iteration)
         s, scaling = self.bias.apply(tile, s, lookups)
-        row_max = full_rows(M, policy.initial_row_max)
+        row_max = full_rows(WARPGROUP_ROWS, policy.initial_row_max)
         s = self.masking.apply(tile, loaded, policy.prescale(s, scaling, row_max, is_first=True))
         shifted = policy.shift_scores(s, scaling, row_max, is_first=True)
         p, row_sum = probabilities(shifted.exponent)

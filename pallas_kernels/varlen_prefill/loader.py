@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
-from pallas_kernels.shared.memory import BULK_COPY, TokenRows, store_unoptimized
+from pallas_kernels.shared.memory import BULK_COPY, PANEL, TokenRows, store_unoptimized
 from pallas_kernels.shared.paged_kv import (
-    COLUMNS_AT_ONCE,
     BlockTableRef,
     load_head_scale,
 )
@@ -525,7 +524,7 @@ class Dequantizer:
             plgpu.barrier_arrive(operand.source.free.at[stage])
 
     def dequantize_stage(self, head: Scalar, head_scale: Scalar | None, stage: Scalar) -> None:
-        """Dequantize a stage, COLUMNS_AT_ONCE columns at a time."""
+        """Dequantize a stage, one panel at a time."""
         head_dims, operand = self.spec.shape.head, self.operand
 
         def apply_scale(x: Tile, columns: tuple[int, Slice]) -> Tile:
@@ -542,8 +541,8 @@ class Dequantizer:
             return x * head_scale
 
         for chunk in range(head_dims.num_chunks):
-            for first in range(0, head_dims.width, COLUMNS_AT_ONCE):
-                columns = chunk, pl.ds(first, COLUMNS_AT_ONCE)
+            for first in range(0, head_dims.width, PANEL):
+                columns = chunk, pl.ds(first, PANEL)
                 index = (stage, chunk, slice(None), columns[1])
                 scaled = None
                 if operand.granularity is not None:

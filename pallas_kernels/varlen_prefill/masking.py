@@ -14,17 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
+from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds
-
-ROWS_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,17 +236,17 @@ class ValueTiles:
         values_s, spec, work_tile = self.stages.tiles.at[stage], self.spec, tile.rows.work_tile
         first_key, end_key = work_tile.column("first_visible_key"), work_tile.column("seq_len")
         starts, run_length = tile.run_starts(), spec.run_length
-        for first_row in range(0, spec.sizes.tile_kv, ROWS_AT_ONCE):
-            part = starts[first_row // run_length : (first_row + ROWS_AT_ONCE) // run_length]
+        for first_row in range(0, spec.sizes.tile_kv, PANEL):
+            part = starts[first_row // run_length : (first_row + PANEL) // run_length]
             has_invisible = [(start < first_key) | (start + run_length > end_key) for start in part]
 
             @pl.when(functools.reduce(operator.or_, has_invisible))
             def _(first_row: int = first_row, part: tuple[Scalar, ...] = part) -> None:
-                row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W)
+                row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=W)
                 offset = part[0]
                 for run, start in enumerate(part[1:], 1):
                     offset = jnp.where(row >= run * run_length, start - run * run_length, offset)
-                rows = pl.ds(first_row, ROWS_AT_ONCE)
+                rows = pl.ds(first_row, PANEL)
                 clear_masked_out(values_s, rows, lambda _: row + offset, first_key, end_key)
                 plgpu.commit_smem()
 
@@ -275,18 +274,18 @@ def clear_invisible_values(
 
     @pl.when(has_invisible)
     def _() -> None:
-        at_once = jnp.int32(ROWS_AT_ONCE)
+        at_once = jnp.int32(PANEL)
         first_part: Scalar | int = 0
-        end_part: Scalar | int = tile_kv // ROWS_AT_ONCE
+        end_part: Scalar | int = tile_kv // PANEL
         if is_low:
-            end_part = lax.div(first_row + (ROWS_AT_ONCE - 1), at_once)
+            end_part = lax.div(first_row + (PANEL - 1), at_once)
         else:
             first_part = lax.div(end_row, at_once)
 
         @pl.loop(first_part, end_part)
         def _(n: Scalar) -> None:
-            rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
-            row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
+            rows = pl.ds(n * PANEL, PANEL)
+            row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=W) + n * PANEL
             clear_masked_out(values_s, rows, lambda _: row, first_row, end_row)
 
         fence()

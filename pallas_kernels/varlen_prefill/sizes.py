@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.ptx.warp_mma import WARPS
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import ARCHITECTURES, NUM_SMS
 
-WARPGROUP_ROWS = 64  # M of one wgmma instruction
 PACK_GQA_CHOICES = (1, 2, 4, 8)  # each head keeps a multiple of 8 rows, the unit in which TMA fills tiles
 MAX_SPLITS = 16
 SHARED_MEMORY = 221 * 1024  # bytes per thread block, without column indices, barriers and reductions

@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.memory import HeadChunks, TokenRows, swizzled_smem
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.memory import PANEL, HeadChunks, TokenRows, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, SplitOutputs
@@ -27,12 +28,11 @@ from pallas_kernels.varlen_prefill.schedule import (
     TABLE_WIDTH,
     max_split_outputs,
 )
-from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, PrefillSizes
+from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 
 W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-M = WARPGROUP_ROWS
 f32 = jnp.float32
 
 
@@ -168,7 +168,7 @@ class PrefillSpec:
         # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for
         # computing. With the columns of a split besides, eight copies are many: with 24 registers the
         # loading warp spilled 28 bytes.
-        needs_few_registers = copies_per_stage > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+        needs_few_registers = copies_per_stage > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= PANEL
         has_head_groups = shape.heads_per_l2_group != shape.q_heads
         has_many_copies = sizes.max_splits > 1 and copies_per_stage == MAX_COPIES_AT_ONCE
         loads_more = self.has_lists or has_many_copies or has_head_groups
@@ -199,7 +199,7 @@ class PrefillSpec:
             and not is_interpreted
             and not self.has_score_mod
             and not sizes.per_warp_mma,
-            waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
+            waits_for_values_first=shape.head.padded_dim == PANEL and not self.has_lists,
             score_factor=score_factor,
             table_columns=(*COLUMNS, *(list_columns if self.has_lists else more_columns)),
             load_registers=load,
@@ -416,14 +416,14 @@ def smem_types(spec: PrefillSpec) -> PrefillSmem:
     """Return the types of the shared memory; see PrefillSmem."""
     sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
     wgs = sizes.warpgroups
-    queries = (wgs, sizes.query_buffers, head.num_chunks, M, head.width)
+    queries = (wgs, sizes.query_buffers, head.num_chunks, WARPGROUP_ROWS, head.width)
     keys = (sizes.teams * sizes.stages, head.num_chunks, sizes.tile_kv, head.width)
     return PrefillSmem(
         query_and_out=plgpu.RefUnion((swizzled_smem(queries, dtype),), (plgpu.SMEM(queries, dtype),)),
         tile_columns=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
         k=swizzled_smem(keys, dtype),
         v=swizzled_smem(keys, dtype),
-        p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
+        p=swizzled_smem((wgs, WARPGROUP_ROWS, sizes.tile_kv), dtype) if spec.is_interpreted else None,
         columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
         alibi=_alibi_types(spec) if spec.adds_alibi_by_mma else None,
         quantized=None if spec.quantized is None else _quantized_types(spec.quantized, keys),
@@ -454,7 +454,7 @@ def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
     def operand(rows: int) -> ScratchType:
         return swizzled_smem((spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH)
 
-    return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
+    return AlibiOperands(slopes=operand(WARPGROUP_ROWS), columns=operand(spec.sizes.tile_kv))
 
 
 def barrier_types(spec: PrefillSpec) -> PrefillBarriers:

@@ -16,8 +16,9 @@ from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.memory import TokenRows
-from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.memory import PANEL, TokenRows
+from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
 from pallas_kernels.varlen_backward import entry as backward_entry
@@ -32,7 +33,7 @@ from pallas_kernels.varlen_prefill import entry as prefill_entry
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill import tile_scheduler
 from pallas_kernels.varlen_prefill.loader import Dequantizer
-from pallas_kernels.varlen_prefill.spec import ROW, M
+from pallas_kernels.varlen_prefill.spec import ROW
 from pallas_kernels.varlen_prefill.tile_scheduler import QueryRows
 from pallas_kernels.varlen_prefill.warp_kernel import WarpMainloop
 from pallas_kernels.varlen_prefill.warp_loader import WarpPipeline
@@ -198,7 +199,7 @@ def wider_groups(patch: pytest.MonkeyPatch) -> None:
 def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
     def mutated(rows):
         first = rows.work_tile.column("position") + rows.rank * rows.tokens
-        return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + first
 
     patch.setattr(QueryRows, "positions", mutated)
 
@@ -239,7 +240,7 @@ def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
 
     def mutated(dequantizer, *args):
         spec, head = dequantizer.spec, dequantizer.spec.shape.head
-        shape = dataclasses.replace(spec.shape, head=head._replace(width=head.width - COLUMNS_AT_ONCE))
+        shape = dataclasses.replace(spec.shape, head=head._replace(width=head.width - PANEL))
         dequantizer.spec = dataclasses.replace(spec, shape=shape)
         original(dequantizer, *args)
         dequantizer.spec = spec

@@ -232,7 +232,7 @@ def backward_tiling(spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_
     """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask."""
     num_heads = spec.num_q_heads, spec.num_kv_heads
     return KernelTiling(
-        num_heads, sizes.tile_q, backward.WARPGROUP_KEYS, max_seq_len, is_packed=True, has_key_rows=True
+        num_heads, sizes.tile_q, prefill.WARPGROUP_ROWS, max_seq_len, is_packed=True, has_key_rows=True
     )
 
 
@@ -370,7 +370,7 @@ def plan_backward_mask(
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
         # Several blocks per tile spill 124 bytes in tiles of 128 keys, for heads of 64, and 264 for heads of
         # 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
-        has_registers = sizes.dq_sizes.tile_kv == backward.WARPGROUP_KEYS and spec.head_dim <= 128
+        has_registers = sizes.dq_sizes.tile_kv == prefill.WARPGROUP_ROWS and spec.head_dim <= 128
         packs_blocks = packs_blocks and has_registers
         size = packed_block_size(mask, spec, sizes.dq_sizes, bounds) if packs_blocks else None
         size = None if size is None else max(size, WORD_BITS)
