@@ -42,20 +42,18 @@ from pallas_kernels.ptx.cp_async import (
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.ptx.tile_mma import multiply_chunks
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
-from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile, f32
 from pallas_kernels.support import ARCHITECTURES, Architecture
 
-W = plgpu.Layout.WGMMA
 CONSUMER, LOADER = range(2)  # warpgroups
 # Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
 # thread block per SM with 160 KB takes 1 % longer. Those of other architectures are estimated.
 BYTES_IN_FLIGHT = 64 * 1024
 SCORE_CTAS_PER_SM = 2
 SMEM_RESERVE = 3072  # bytes for everything except queries and bounds: barriers, sums
-f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -422,7 +420,7 @@ def score_body(
 
     def consume(pipeline: Pipeline) -> None:
         state = pipeline.start()
-        bias = plgpu.load(inputs.bias, layout=W, optimized=False)
+        bias = plgpu.load(inputs.bias, layout=WGMMA, optimized=False)
         # Wait for the queries, and split them by sign: a product with a negative element is largest at `low`.
         pipeline.wait_queries()
         split_signs(smem.q, is_interpreted=is_interpreted)

@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import forbid_kernel_derivative, require, require_axes
-from pallas_kernels.shared.types import Interpret, Layout, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.layouts import ROW, WGMMA
+from pallas_kernels.shared.types import Interpret, Layout, Ref, Rows, Scalar, Tile, f32
 
 WIDTH = 128  # threads per warpgroup
 MAX_TOP_P_LEN = 8192  # scores per row: scores and probabilities stay in registers
@@ -19,7 +20,6 @@ MAX_TOP_P_LEN = 8192  # scores per row: scores and probabilities stay in registe
 MAX_SHORT_ROW_LEN = 128
 ROWS_TOGETHER = 64
 TOP_BIT = 29  # highest bit of an f32 probability, which is at most 1.0
-f32 = jnp.float32
 
 
 def top_p_threshold(
@@ -50,8 +50,8 @@ def top_p_threshold(
     together = ROWS_TOGETHER if width <= MAX_SHORT_ROW_LEN else 1
     num_padding = -num_rows % together
     scores = jnp.pad(scores, ((0, num_padding), (0, width - length)), constant_values=-jnp.inf)
-    tile_layout: Layout = plgpu.Layout.WGMMA
-    row_layout: Layout = plgpu.Layout.WGMMA.reduce(1)
+    tile_layout: Layout = WGMMA
+    row_layout: Layout = ROW
     if together == 1:
         tile_layout, row_layout = plgpu.Layout.WG_STRIDED((width,), 1), None
 

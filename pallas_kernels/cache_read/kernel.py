@@ -30,14 +30,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import dequantize_to_f32, load_dequantized
-from pallas_kernels.shared.layouts import row_layout
+from pallas_kernels.shared.layouts import ROW, WGMMA, row_layout
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice, store_unoptimized, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
-from pallas_kernels.shared.types import Barriers, Interpret, Layout, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Interpret, Layout, Ref, Rows, Scalar, Tile, f32
 
 TILE = 64  # keys per thread block
-W = plgpu.Layout.WGMMA
-f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,10 +179,10 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
         # Dequantize in registers. TMA reads the rows from shared memory, so they must be committed first.
         for chunk in range(head_chunks.num_chunks):
             x = smem.stored.at[chunk]
-            x = load_dequantized(x, dims.dtype) if is_quantized else plgpu.load(x, layout=W)
+            x = load_dequantized(x, dims.dtype) if is_quantized else plgpu.load(x, layout=WGMMA)
             has_scales = inputs.token_scales is not None
-            token_scales = plgpu.load(smem.token_scales, layout=W.reduce(1)) if has_scales else None
-            smem.out[chunk] = apply_scale(x, chunk, token_scales, W).astype(dims.dtype)
+            token_scales = plgpu.load(smem.token_scales, layout=ROW) if has_scales else None
+            smem.out[chunk] = apply_scale(x, chunk, token_scales, WGMMA).astype(dims.dtype)
         plgpu.commit_smem()
         # Store: TMA drops columns after the end of a chunk. The thread block must not exit before TMA has
         # read all rows.

@@ -25,9 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.cp_async import commit_copies, copy_rows, wait_for_warpgroup
 from pallas_kernels.ptx.tile_mma import multiply_tiles as multiply_by_mma
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL, store_unoptimized, swizzle_transforms, swizzled_smem
-from pallas_kernels.shared.types import Interpret, Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Interpret, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.support import ARCHITECTURES, Architecture
 
 TILE_ROWS = 2 * WARPGROUP_ROWS  # rows per thread block, which has two compute warpgroups
@@ -38,7 +38,6 @@ SHARED_MEMORY = 225 * 1024  # bytes of shared memory per thread block
 MMA_TILES_OUTPUTS = (128, 64)
 MMA_STAGES = range(2, 5)
 RESERVED_BYTES, ALIGNMENT_BYTES = 1024, 1024  # per thread block: by the GPU, and at most for alignment
-f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +226,7 @@ def accumulate_by_mma(
 
     for step in range(stages - 1):
         load(jnp.int32(step))
-    zeros = plgpu.layout_cast(jnp.zeros((TILE_ROWS, dims.tile), f32), plgpu.Layout.WGMMA)
+    zeros = plgpu.layout_cast(jnp.zeros((TILE_ROWS, dims.tile), f32), WGMMA)
     return lax.fori_loop(0, steps, accumulate, zeros)
 
 

@@ -13,11 +13,10 @@ from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.paged_decode.span import count_units_per_span, find_span_start
 from pallas_kernels.paged_decode.spec import DecodeOutputs, DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
+from pallas_kernels.shared.layouts import COLUMN
 from pallas_kernels.shared.memory import PANEL, store_unoptimized
 from pallas_kernels.shared.softmax import SplitOutputs, add_splits, finalize_softmax
 from pallas_kernels.shared.types import Ref, Scalar
-
-W = plgpu.Layout.WGMMA
 
 
 class DecodeCombineRefs(NamedTuple):
@@ -109,7 +108,7 @@ def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by
         sink = None
         if refs.sinks is not None:
             _, request_head_tile = spec.shape.row_request(row, head_tile)
-            sink = plgpu.load(refs.sinks.at[request_head_tile], layout=W.reduce(0), optimized=False)
+            sink = plgpu.load(refs.sinks.at[request_head_tile], layout=COLUMN, optimized=False)
         factor, lse = finalize_softmax(row_max, row_sum, sink)
         pl.when(strip == 0)(functools.partial(store_unoptimized, refs.lse.at[row, head_tile], lse))
         out = refs.out.at[(row, head_tile, slice(None), strip if head.is_padded else columns)]

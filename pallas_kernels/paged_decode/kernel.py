@@ -68,13 +68,13 @@ from pallas_kernels.paged_decode.spec import (
 )
 from pallas_kernels.ptx.stores import store_transposed
 from pallas_kernels.score_mod import PairValue, Positions, ScoreTile
+from pallas_kernels.shared.layouts import COLUMN, ROW, WGMMA
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import load_head_scale
 from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
 CONSUMER, LOADER = range(2)  # warpgroups
-W = plgpu.Layout.WGMMA
 SMALLEST_SCALE = 2.0**-60
 
 
@@ -188,7 +188,7 @@ class DecodeConsumer:
         self.mma: TileMma = (WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma)(smem, self.spec)
         # For each element of a tile of scores its row, and the query row of the tile's first column.
         shape = self.spec.shape
-        self.rows = plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 0, layout=W)
+        self.rows = plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 0, layout=WGMMA)
         self.first_query_row = lax.rem(span.head_tile, jnp.int32(shape.row_tiles)) * shape.tile_q
 
     def attend_span(self) -> None:
@@ -221,7 +221,7 @@ class DecodeConsumer:
         slopes, kv = self.inputs.slopes, self.inputs.kv
         # Load the slopes and the static scales first: their latency passes while the first keys arrive.
         if slopes is not None:
-            slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+            slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=COLUMN, optimized=False)
         k_scale, v_scale = [
             load_head_scale(scale, segment.kv_head) if scale is not None and scale.ndim == 1 else None
             for scale in (kv.k_scale, kv.v_scale)
@@ -244,7 +244,7 @@ class DecodeConsumer:
             scaled = []
             for chunk, acc in enumerate(accs):
                 scale_g = kv.v_scale.at[segment.kv_head, chunk]
-                scale = plgpu.load(scale_g, layout=W.reduce(1), optimized=False)
+                scale = plgpu.load(scale_g, layout=ROW, optimized=False)
                 scaled.append(acc * lax.broadcast_in_dim(scale, acc.shape, [0]))
             accs = tuple(scaled)
         outputs, sinks, head_tile = self.outputs, self.inputs.sinks, self.head_tile
@@ -254,7 +254,7 @@ class DecodeConsumer:
         def _() -> None:
             sink = None
             if sinks is not None:
-                sink = plgpu.load(sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+                sink = plgpu.load(sinks.at[segment.request_head_tile], layout=COLUMN, optimized=False)
                 # A padding row has no keys and no sink: its output is 0.
                 sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
             factor, lse = finalize_softmax(row_max, row_sum, sink)
@@ -347,7 +347,7 @@ class DecodeConsumer:
 
     def load_token_scales(self, scale_s: Ref, stage: Scalar) -> Tile:
         """Return the scale of each token of a stage, broadcast over the token's row of a tile."""
-        scale = plgpu.load(scale_s.at[stage], layout=W.reduce(1), optimized=False)
+        scale = plgpu.load(scale_s.at[stage], layout=ROW, optimized=False)
         return lax.broadcast_in_dim(scale, self.spec.tile, [0])
 
     def mask_scores(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
@@ -401,13 +401,13 @@ class DecodeConsumer:
 
     def query_rows(self) -> Tile:
         """Return, for each column of the scores, the index of its query row among the rows of the KV head."""
-        return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=W) + self.first_query_row
+        return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=WGMMA) + self.first_query_row
 
     def score_tile(self, segment: Segment, keys: TileKeys) -> ScoreTile:
         """Return the pairs of a tile, with one key per row and one query per column."""
         shape, (tile_kv, tile_q) = self.spec.shape, self.spec.tile
         first_head = segment.kv_head * shape.group
-        query_rows = functools.partial(plgpu.broadcasted_iota, jnp.int32, (tile_q,), 0, layout=W.reduce(0))
+        query_rows = functools.partial(plgpu.broadcasted_iota, jnp.int32, (tile_q,), 0, layout=COLUMN)
 
         def head() -> Columns | Scalar:
             if shape.group == 1:

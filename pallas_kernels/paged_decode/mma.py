@@ -26,13 +26,12 @@ from pallas_kernels.ptx.warp_mma import (
     warp_row_max,
 )
 from pallas_kernels.shared.dequant import load_dequantized
+from pallas_kernels.shared.layouts import COLUMN, WGMMA
 from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.paged_kv import clear_masked_out
-from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.support import ARCHITECTURES
 
-W = plgpu.Layout.WGMMA
-f32 = jnp.float32
 # f16 probabilities go up to 2 ** 14 instead of 1: otherwise small probabilities and small scales would lose
 # bits as subnormals.
 LOG2_HEADROOM = 14
@@ -144,10 +143,10 @@ class WarpgroupMma(TileMma):
         """Return one accumulator [width, tile_q] per chunk, row maxima of -inf and row sums of 0."""
 
         def zeros(*shape: int) -> Tile:
-            return plgpu.layout_cast(jnp.zeros(shape, f32), W)
+            return plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA)
 
         tile_q = self.tile[1]
-        row_max = plgpu.layout_cast(jnp.full((tile_q,), -jnp.inf, f32), W.reduce(0))
+        row_max = plgpu.layout_cast(jnp.full((tile_q,), -jnp.inf, f32), COLUMN)
         accs = tuple(zeros(self.head.width, tile_q) for _ in range(self.head.num_chunks))
         return accs, row_max, zeros(*self.tile)
 
@@ -281,8 +280,8 @@ class WarpMma(TileMma):
 
     def init_state(self) -> tuple[tuple[Tile, ...], Tile, Tile]:
         """Return one accumulator for every 16 columns of a head, row maxima of -inf and row sums of 0."""
-        row_max = plgpu.layout_cast(jnp.full(self.tile.shape, -jnp.inf, f32), W)
-        zeros = plgpu.layout_cast(jnp.zeros(self.tile.shape, f32), W)
+        row_max = plgpu.layout_cast(jnp.full(self.tile.shape, -jnp.inf, f32), WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros(self.tile.shape, f32), WGMMA)
         return (zeros,) * self.tile.num_accs, row_max, zeros
 
     def load_query(self, q_s: Ref) -> tuple[Tile, Tile]:
@@ -341,7 +340,7 @@ class WarpMma(TileMma):
             outputs_s, accs, row_max, row_sum, tile=self.tile, is_interpreted=self.is_interpreted
         )
         # Rows of a warp's output: O^T [dim], then the row maxima, then the row sums.
-        load_row = functools.partial(plgpu.load, layout=W.reduce(0), optimized=False)
+        load_row = functools.partial(plgpu.load, layout=COLUMN, optimized=False)
         warp_max = [load_row(outputs_s.at[w, dim]) for w in range(WARPS)]
         total_max = functools.reduce(jnp.maximum, warp_max)
         finite_max = jnp.where(total_max == -jnp.inf, 0.0, total_max)
@@ -352,7 +351,9 @@ class WarpMma(TileMma):
         outs = []
         for chunk in range(self.head.num_chunks):
             rows = slice(chunk * self.head.width, (chunk + 1) * self.head.width)
-            warp_outs = [plgpu.load(outputs_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
+            warp_outs = [
+                plgpu.load(outputs_s.at[w, rows], layout=WGMMA, optimized=False) for w in range(WARPS)
+            ]
             over_rows = functools.partial(
                 lax.broadcast_in_dim, shape=warp_outs[0].shape, broadcast_dimensions=[1]
             )

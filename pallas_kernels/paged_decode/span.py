@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared import paged_kv
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
 NO_KEY = 1 << 30  # a key position beyond the end of every request
@@ -304,7 +305,7 @@ class TileKeys:
 
     def tile_positions(self, shape: tuple[int, ...]) -> Tile:
         """Return the key position of each element of a tile [keys, ...], in the WGMMA layout."""
-        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
         return self.row_positions(rows)
 
     def row_head_bits(self, rows: Tile) -> Tile:
@@ -315,7 +316,7 @@ class TileKeys:
         """Return the key position of each row of the tile."""
         if self.load_listed is not None:
             return self.load_listed()
-        layout = plgpu.Layout.WGMMA.reduce(1)
+        layout = ROW
         return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=layout))
 
     def _select(self, rows: Tile, run_values: Sequence[Scalar]) -> Tile:
@@ -382,7 +383,7 @@ def get_tile_keys(
         return TileKeys(entries, (), spec.run_length)
     if shape.list_block_size == 1:
         first, size = (segment.first_tile + tile_index) * spec.sizes.tile_kv, spec.sizes.tile_kv
-        layout = plgpu.Layout.WGMMA.reduce(1)
+        layout = ROW
 
         def load_listed() -> Rows:
             position = plgpu.load(ids.at[segment.row, pl.ds(first, size)], layout=layout, optimized=False)

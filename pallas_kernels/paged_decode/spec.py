@@ -19,9 +19,7 @@ from pallas_kernels.shared.memory import PANEL, HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import SplitOutputs
-from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, ScratchType
-
-f32 = jnp.float32
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, ScratchType, f32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

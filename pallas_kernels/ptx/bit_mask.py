@@ -9,7 +9,8 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
-from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, TILE, require_layout
+from pallas_kernels.ptx.layouts import ROW_LAYOUT, require_layout
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.types import Rows, Tile
 
 WORD_BITS = 32
@@ -38,8 +39,8 @@ def apply_bit_mask(s: Tile, words: tuple[Rows, ...]) -> Tile:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE, *[ROW] * len(words)),
-        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=TILE),
+        arg_types=(WGMMA, *[ROW] * len(words)),
+        return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=WGMMA),
     )
     def select(
         _ctx: mgpu.LaunchContext, s: mgpu.FragmentedArray, *words: mgpu.FragmentedArray
@@ -82,7 +83,7 @@ def unpack_bit_mask(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
         words: Words of the mask; see `apply_bit_mask`.
         shape: Shape of the tile.
     """
-    return apply_bit_mask.on_gpu(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE), words) == 0
+    return apply_bit_mask.on_gpu(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA), words) == 0
 
 
 def _row_registers(array: mgpu.FragmentedArray) -> list[ir.Value]:

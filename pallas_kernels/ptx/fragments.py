@@ -8,7 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_kernels.ptx import lanes
-from pallas_kernels.ptx.layouts import SCALAR_LAYOUT, TILE_LAYOUT, require_layout
+from pallas_kernels.ptx.layouts import SCALAR_LAYOUT, WGMMA_LAYOUT, require_layout
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 
 type Fragment = list[ir.Value]
@@ -17,7 +17,7 @@ type Fragment = list[ir.Value]
 
 def column_fragments(array: mgpu.FragmentedArray) -> list[Fragment]:
     """Return a lane's fragment of each 8 columns of an f32 tile [64, n]."""
-    require_layout(array.layout, TILE_LAYOUT)
+    require_layout(array.layout, WGMMA_LAYOUT)
     halves = array.registers.reshape(-1, 2)
     return [[_element(half, i) for half in pair for i in (0, 1)] for pair in halves]
 
@@ -43,7 +43,7 @@ def tile_from_row_tiles(row_tiles: Sequence[Sequence[Sequence[ir.Value]]]) -> mg
         for i in (0, 2)
     ]
     shape = WARPGROUP_ROWS * len(row_tiles), 8 * len(row_tiles[0])
-    return array_from_registers(registers, TILE_LAYOUT, shape)
+    return array_from_registers(registers, WGMMA_LAYOUT, shape)
 
 
 def array_from_registers(

@@ -8,7 +8,8 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
-from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, TILE, require_layout
+from pallas_kernels.ptx.layouts import ROW_LAYOUT, require_layout
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.types import Rows, Tile
 
 
@@ -24,7 +25,7 @@ def sum_lane_columns(x: Tile) -> Rows:
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=ROW)
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=ROW)
     )
     def add(_ctx: mgpu.LaunchContext, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         sums = []

@@ -15,17 +15,17 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-TILE = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 THREADS = 128  # threads of a warpgroup
 
-# TILE: for each 64 rows and 8 columns, lane 4 g + t of warp w has two registers: rows 16 w + g and 16 w + g +
-# 8, columns 2 t and 2 t + 1. Registers are ordered by 64 rows, then by 8 columns, then by these two.
-TILE_LAYOUT = mgpu.TiledLayout(
+# WGMMA of shared/layouts.py: for each 64 rows and 8 columns, lane 4 g + t of warp w has two registers: rows
+# 16 w + g and 16 w + g + 8, columns 2 t and 2 t + 1. Registers are ordered by 64 rows, then by 8 columns,
+# then by these two.
+WGMMA_LAYOUT = mgpu.TiledLayout(
     Tiling(((64, 8), (16, 8), (8, 8), (2,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
 )
-# ROW: one value per row, for the same rows as TILE, one register each; all four t hold the same value.
+# ROW of shared/layouts.py: one value per row, for the same rows as WGMMA, one register each; all four t hold
+# the same value.
 ROW_LAYOUT = mgpu.TiledLayout(
     Tiling(((64,), (16,), (8,), (1,))), warp_dims=(-4,), lane_dims=(-2, Replicated(4)), vector_dim=-1
 )

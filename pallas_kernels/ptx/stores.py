@@ -16,9 +16,9 @@ from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
-from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
+from pallas_kernels.ptx.layouts import ROW_LAYOUT, SCALAR, require_layout
 from pallas_kernels.ptx.mma import pack_16bit, transpose_8x8
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import ROW, WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Tile
 
@@ -39,7 +39,7 @@ def store_transposed(ref: Ref, acc: Tile) -> None:
         ref: Array [rows, columns] in global memory; the number of columns is even.
         acc: Accumulator, f32 [at least columns, at least rows], layout WGMMA.
     """
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE), return_type=())
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA), return_type=())
     run(functools.partial(_store_transposed_by_lanes, dtype=ref.dtype))(ref, acc)
 
 
@@ -219,7 +219,7 @@ def store_token_rows(
         tokens_per_head: Static: number of rows of a head, a power of two.
         columns: Static: number of columns to store, a multiple of 8.
     """
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE, *[SCALAR] * 4), return_type=())
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, *[SCALAR] * 4), return_type=())
     body = functools.partial(
         _store_token_rows_by_lanes, dtype=ref.dtype, tokens_per_head=tokens_per_head, columns=columns
     )

@@ -15,15 +15,13 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments
 from pallas_kernels.ptx.fallback import round_to, with_fallback
-from pallas_kernels.ptx.layouts import TILE
 from pallas_kernels.ptx.mma import LdmatrixTile, mma_m16n8k16, pack_16bit
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import swizzle_transforms
-from pallas_kernels.shared.types import Ref, Tile
+from pallas_kernels.shared.types import Ref, Tile, f32
 
 STEP = 16  # elements that one mma.sync sums over
 SWIZZLE = 128
-f32 = jnp.float32
 
 
 def _multiply_tiles(acc: Tile, a_s: Ref, b_s: Ref, *, is_transposed: bool) -> Tile:
@@ -44,8 +42,8 @@ def multiply_tiles(acc: Tile, a_s: Ref, b_s: Ref, *, is_transposed: bool) -> Til
         is_transposed: Static: whether B is [n, k].
     """
     ref_type = plgpu.RefType(swizzle_transforms(2))
-    result = plgpu.ShapeDtypeStruct(acc.shape, f32, TILE)
-    run = plgpu.inline_mgpu(arg_types=(TILE, ref_type, ref_type), return_type=result)
+    result = plgpu.ShapeDtypeStruct(acc.shape, f32, WGMMA)
+    run = plgpu.inline_mgpu(arg_types=(WGMMA, ref_type, ref_type), return_type=result)
     sizes, dtype = (*acc.shape, a_s.shape[1]), jnp.dtype(a_s.dtype)
     body = functools.partial(_multiply_by_lanes, sizes=sizes, dtype=dtype, is_transposed=is_transposed)
     return run(body)(acc, a_s, b_s)
@@ -59,7 +57,7 @@ def multiply_chunks(a_s: Ref, b_s: Ref, *, is_interpreted: bool) -> Tile:
         b_s: B of each chunk in SMEM, [chunks, n, k].
         is_interpreted: Static: whether the kernel runs in interpret mode.
     """
-    product = plgpu.layout_cast(jnp.zeros((a_s.shape[1], b_s.shape[1]), f32), TILE)
+    product = plgpu.layout_cast(jnp.zeros((a_s.shape[1], b_s.shape[1]), f32), WGMMA)
     for chunk in range(a_s.shape[0]):
         operands = a_s.at[chunk], b_s.at[chunk]
         product = multiply_tiles(product, *operands, is_transposed=True, is_interpreted=is_interpreted)
@@ -137,8 +135,10 @@ def multiply_registers(acc: Tile, a: Tile, b_s: Ref) -> Tile:
         a: A, f32 [rows, k], which is rounded to the dtype of B.
         b_s: B in 16 bits in swizzled SMEM, [k, n] with k a multiple of 16 and n a multiple of 64.
     """
-    result = plgpu.ShapeDtypeStruct(acc.shape, f32, TILE)
-    run = plgpu.inline_mgpu(arg_types=(TILE, TILE, plgpu.RefType(swizzle_transforms(2))), return_type=result)
+    result = plgpu.ShapeDtypeStruct(acc.shape, f32, WGMMA)
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA, plgpu.RefType(swizzle_transforms(2))), return_type=result
+    )
     body = functools.partial(_multiply_registers_by_lanes, shape=b_s.shape, dtype=jnp.dtype(b_s.dtype))
     return run(body)(acc, a, b_s)
 

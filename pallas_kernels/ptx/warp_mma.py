@@ -23,14 +23,7 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import round_to, with_fallback
-from pallas_kernels.ptx.layouts import (
-    MMA_RHS_LAYOUT,
-    SCALAR,
-    TILE,
-    is_contiguous,
-    require_layout,
-    require_tiles,
-)
+from pallas_kernels.ptx.layouts import MMA_RHS_LAYOUT, SCALAR, is_contiguous, require_layout, require_tiles
 from pallas_kernels.ptx.mma import (
     ADJACENT_BYTES,
     ALTERNATING_BYTES,
@@ -40,13 +33,13 @@ from pallas_kernels.ptx.mma import (
     pack_16bit,
     transpose_8x8,
 )
+from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.memory import PANEL, HeadChunks, swizzle_bytes, swizzle_transforms
-from pallas_kernels.shared.types import Layout, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Layout, Ref, Scalar, Tile, f32
 
 WARP_KEYS = 16  # keys of a tile that one warp processes
 WARPS = 4
 QUERY_BITS = 10  # bf16 queries are scaled so that the largest element is about 2 ** QUERY_BITS in f16
-f32 = jnp.float32
 
 type Operand = jax.Array
 """A request's queries as a B operand of the tensor core; in the fallback f32 [chunks, tile_q, width]."""
@@ -89,7 +82,7 @@ class WarpTile:
         key_operand = self.dtype if self.k_dtype.itemsize == 2 else f16
         vars(self).update(
             shape=shape,
-            scores_type=plgpu.ShapeDtypeStruct(shape, f32, TILE),
+            scores_type=plgpu.ShapeDtypeStruct(shape, f32, WGMMA),
             num_accs=self.head_chunks.padded_dim // 16,
             key_operand=key_operand,
             value_operand=self.dtype if self.v_dtype.itemsize == 2 else f16,
@@ -285,7 +278,7 @@ def _warp_row_max(x: Tile, *, tile: WarpTile) -> Tile:
 @with_fallback(_warp_row_max)
 def warp_row_max(x: Tile, *, tile: WarpTile) -> Tile:
     """Return each query's maximum over a warp's keys, repeated in all the warp's rows: [64, tile_q]."""
-    return plgpu.inline_mgpu(arg_types=(TILE,), return_type=tile.scores_type)(_warp_row_max_by_lanes)(x)
+    return plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=tile.scores_type)(_warp_row_max_by_lanes)(x)
 
 
 def _warp_row_max_by_lanes(_ctx: mgpu.LaunchContext, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -351,8 +344,8 @@ def pv_mma(
     """
     types = (
         ref_type(tile.v_dtype.itemsize, tile.head_chunks.width),
-        TILE,
-        [TILE] * tile.num_accs,
+        WGMMA,
+        [WGMMA] * tile.num_accs,
         [SCALAR] * (2 + len(run_starts)),
     )
     run = plgpu.inline_mgpu(arg_types=types, return_type=(tile.scores_type,) * tile.num_accs)
@@ -462,7 +455,7 @@ def store_warp_outputs(
         row_sum: Partial sums of the probabilities [64, tile_q]. This adds them up over the rows of a warp.
         tile: Static sizes.
     """
-    types = plgpu.RefType(), [TILE] * tile.num_accs, TILE, TILE
+    types = plgpu.RefType(), [WGMMA] * tile.num_accs, WGMMA, WGMMA
     run = plgpu.inline_mgpu(arg_types=types, return_type=())
     run(functools.partial(_store_outputs_by_lanes, tile=tile))(outputs_s, list(accs), row_max, row_sum)
 

@@ -11,7 +11,8 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
-from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, TILE_LAYOUT, require_layout
+from pallas_kernels.ptx.layouts import ROW_LAYOUT, SCALAR, WGMMA_LAYOUT, require_layout
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 
 VOTE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
@@ -33,7 +34,7 @@ def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
         row_max: Number that is subtracted from the scores of each row, f32; see LazyRescale.
     """
 
-    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=VOTE)
+    @plgpu.inline_mgpu(arg_types=(WGMMA, ROW), return_type=VOTE)
     def vote(
         _ctx: mgpu.LaunchContext, y: mgpu.FragmentedArray, row_max: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
@@ -56,7 +57,7 @@ def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
 
 def _register_pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
     """Return the registers of a lane as 64-bit values, each with two adjacent columns of the tile."""
-    require_layout(array.layout, TILE_LAYOUT)
+    require_layout(array.layout, WGMMA_LAYOUT)
     return [lanes.bitcast(pair, lanes.i64()) for pair in array.registers.flat]
 
 

@@ -32,10 +32,10 @@ from pallas_kernels.score_mod.tracing import (
     trace,
     trace_settings,
 )
+from pallas_kernels.shared.layouts import COLUMN, ROW, WGMMA
 from pallas_kernels.shared.types import Layout, Ref, Rows, Scalar, Tile
 
-W = plgpu.Layout.WGMMA
-LAYOUTS: Mapping[tuple[int, ...], Layout] = {(0,): W.reduce(1), (1,): W.reduce(0), (0, 1): W}
+LAYOUTS: Mapping[tuple[int, ...], Layout] = {(0,): ROW, (1,): COLUMN, (0, 1): WGMMA}
 
 
 class PairValue(NamedTuple):

@@ -7,16 +7,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.shared.types import Ref, Tile
-
-f32 = jnp.float32
+from pallas_kernels.shared.layouts import WGMMA
+from pallas_kernels.shared.types import Ref, Tile, f32
 
 QUANTIZED_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
 
 def load_dequantized(ref: Ref, dtype: DTypeLike) -> Tile:
     """Load an 8-bit tile and convert it exactly to a 16-bit dtype, in the layout of a wgmma operand."""
-    return plgpu.layout_cast(dequantize(plgpu.load(ref, layout=QUANTIZED_LAYOUT), dtype), plgpu.Layout.WGMMA)
+    return plgpu.layout_cast(dequantize(plgpu.load(ref, layout=QUANTIZED_LAYOUT), dtype), WGMMA)
 
 
 def dequantize(x: Tile, dtype: DTypeLike, apply_scale: Callable[[Tile], Tile] | None = None) -> Tile:

@@ -1,4 +1,4 @@
-"""Rows of a warpgroup's matrix product, and register layouts of rows that no tensor core multiplies."""
+"""Register layouts: of the tiles that a warpgroup multiplies, and of rows that no tensor core multiplies."""
 
 import math
 
@@ -8,6 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.types import Layout
 
 WARPGROUP_ROWS = 64  # rows of a matrix product per warpgroup: the M of a wgmma instruction
+WGMMA = plgpu.Layout.WGMMA  # of a tile that a warpgroup multiplies: 16 rows per warp of each 64
+ROW = WGMMA.reduce(1)  # of a vector with one number per row of such a tile
+COLUMN = WGMMA.reduce(0)  # of a vector with one number per column of such a tile
 
 
 def row_layout(rows: int, columns: int) -> Layout:

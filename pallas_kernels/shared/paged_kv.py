@@ -17,10 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.memory import PANEL, HeadChunks
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
-
-W = plgpu.Layout.WGMMA
 
 
 def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
@@ -229,5 +228,5 @@ def clear_masked_out(
     for chunk in range(num_chunks):
         for start in range(0, width, PANEL):
             part_s = tile_s.at[chunk, rows, pl.ds(start, PANEL)]
-            v = plgpu.load(part_s, layout=W, optimized=False)
+            v = plgpu.load(part_s, layout=WGMMA, optimized=False)
             part_s[...] = where_visible(v, keys(v.shape), first_key, end_key)

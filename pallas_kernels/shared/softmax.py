@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.types import Columns, Index, Ref, Rows, Scalar, Tile
 
 # Split outputs whose loads are in flight together: a tile of 64 x 64 takes 32 registers for each of them.
@@ -77,9 +78,8 @@ def add_splits(
         strip: Index of the part of the accumulator, in the layout WGMMA.
         axis: Axis of the queries in this part: 0 or 1. Static.
     """
-    layout = plgpu.Layout.WGMMA
     load = functools.partial(plgpu.load, optimized=False)
-    load_stats = functools.partial(load, layout=layout.reduce(1 - axis))
+    load_stats = functools.partial(load, layout=WGMMA.reduce(1 - axis))
     shape = splits.out.at[(first, tile, *strip)].shape
     over_tile = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[axis])
 
@@ -90,7 +90,7 @@ def add_splits(
         # Issue all loads of a round before their first use, so that their latencies overlap.
         maxima = [load_stats(splits.row_max.at[(*output, *queries)]) for output in outputs]
         sums = [load_stats(splits.row_sum.at[(*output, *queries)]) for output in outputs]
-        outs = [load(splits.out.at[(*output, *strip)], layout=layout) for output in outputs]
+        outs = [load(splits.out.at[(*output, *strip)], layout=WGMMA) for output in outputs]
         # Splits past the last one get weight 0.
         maxima = [x + jnp.where(n < num, 0.0, -jnp.inf) for n, x in zip(indices, maxima, strict=True)]
         new_max = functools.reduce(jnp.maximum, maxima, row_max)
@@ -103,9 +103,9 @@ def add_splits(
         return acc, new_max, row_sum
 
     def add_all(at_once: int) -> SplitSums:
-        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
         row_max, row_sum = [
-            plgpu.layout_cast(jnp.full((shape[axis],), value, jnp.float32), layout.reduce(1 - axis))
+            plgpu.layout_cast(jnp.full((shape[axis],), value, jnp.float32), WGMMA.reduce(1 - axis))
             for value in (-jnp.inf, 0.0)
         ]
         rounds = lax.div(num + (at_once - 1), jnp.int32(at_once))

@@ -3,7 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+f32 = jnp.float32
 
 type Ref = Any
 """A reference to global (`_g`) or shared (`_s`) memory in a kernel body, or a slice `ref.at[...]` of one."""

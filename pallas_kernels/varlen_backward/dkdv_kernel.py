@@ -66,7 +66,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import PANEL, swizzled_smem
-from pallas_kernels.shared.types import Scalar, ScratchType
+from pallas_kernels.shared.types import Scalar, ScratchType, f32
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop
 from pallas_kernels.varlen_backward.refs import (
@@ -77,7 +77,7 @@ from pallas_kernels.varlen_backward.refs import (
     WarpDkDvSmem,
 )
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, ComputedGrads, f32
+from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, ComputedGrads
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler
 from pallas_kernels.varlen_backward.warp_dkdv_kernel import warp_dkdv_body
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH

@@ -11,14 +11,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, QueryStages, W, f32
+from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, QueryStages
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
 from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, team_and_rank
@@ -404,7 +405,7 @@ class DkDvMainloop:
 
         def panels(is_computed: bool) -> tuple[Tile, ...]:
             num_panels = self.spec.num_head_panels if is_computed else 0
-            return tuple(plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), W) for _ in range(num_panels))
+            return tuple(plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), WGMMA) for _ in range(num_panels))
 
         return DkDvSums(*map(panels, self.spec.computes))
 
@@ -447,7 +448,7 @@ class DkDvMainloop:
                 rows = pl.ds(pl.multiple_of(target.row + query_panel * PANEL, 8), PANEL)
                 to = self.inputs.dq.at[target.head, panel, rows]
                 if self.spec.is_interpreted:
-                    to[...] = plgpu.load(to, layout=W, optimized=False) + dq_block
+                    to[...] = plgpu.load(to, layout=WGMMA, optimized=False) + dq_block
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
@@ -520,7 +521,7 @@ def clear_rows(panel_s: Ref, begin: Scalar, end: Scalar) -> None:
     """Zero the rows of a panel outside of [begin, end)."""
 
     def row(shape: tuple[int, ...]) -> Tile:
-        return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
 
     clear_masked_out(panel_s, pl.ds(0, PANEL), row, begin, end)
 

@@ -9,12 +9,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod, Lookups, PairValue, Positions, ScoreTile
+from pallas_kernels.shared.layouts import COLUMN, ROW
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.schedule import visible_query_range
-from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
+from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask

@@ -8,8 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
-from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
+from pallas_kernels.shared.types import Ref, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
@@ -17,7 +17,7 @@ from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import ValueTiles
-from pallas_kernels.varlen_prefill.spec import PrefillBarriers, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import PrefillBarriers, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     KvTile,
     MaskedEnds,
@@ -193,7 +193,7 @@ class DqMainloop:
         start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
         # dS stays in f32 until the products are complete: they read the registers of the previous one in 16
         # bits.
-        empty = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        empty = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), WGMMA)
         sums, ds = pl.run_state(overlap)((start, empty))
         # dQ of the previous tile is complete, so its keys have been read for the last time.
         plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
@@ -291,7 +291,7 @@ class DqMainloop:
     def zeros(self) -> tuple[Tile, ...]:
         """Return accumulators of zeros, one per chunk of the head."""
         shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
-        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), W) for _ in range(num_chunks))
+        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA) for _ in range(num_chunks))
 
     def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
         """Return the row sums of O * dO. Step `step` of the pipeline holds O in place of keys and values."""
@@ -301,8 +301,8 @@ class DqMainloop:
         def row_sum(rank: int) -> Tile:
             buffers, stage, _ = self.pipeline.kv_stages(step)[rank]
             products = [
-                plgpu.load(buffers.tiles.at[stage, chunk], layout=W).astype(f32)
-                * plgpu.load(operands.dout.at[chunk], layout=W).astype(f32)
+                plgpu.load(buffers.tiles.at[stage, chunk], layout=WGMMA).astype(f32)
+                * plgpu.load(operands.dout.at[chunk], layout=WGMMA).astype(f32)
                 for chunk in range(self.spec.shape.head.num_chunks)
             ]
             return sum(products[1:], start=products[0]).sum(axis=1)

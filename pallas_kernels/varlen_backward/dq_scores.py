@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import (
     LoadedScoreData,
     apply_score_mod,
@@ -18,11 +18,10 @@ from pallas_kernels.varlen_backward.dkdv_scores import (
     has_weight,
     score_weight,
 )
-from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.masking import Masking
 from pallas_kernels.varlen_prefill.softmax import load_column_indices
-from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, f32
+from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
 
 

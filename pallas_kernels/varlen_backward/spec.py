@@ -7,17 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
 
-W = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-f32 = jnp.float32
 # Buffers for dS in shared memory: one warpgroup may be a step ahead of the other.
 DS_BUFFERS = 2
 

@@ -41,13 +41,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvOutputs, WarpDkDvSmem
-from pallas_kernels.varlen_backward.spec import BackwardSpec, W, f32
+from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_backward.warp_dkdv_loader import NextStep, WarpQueryPipeline
 
@@ -228,7 +228,7 @@ class WarpDkDvMainloop:
 
     def zeros(self) -> DkDvSums:
         """Return accumulators of zeros for the gradients that the kernel computes."""
-        zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, self.spec.head.width), f32), W)
+        zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, self.spec.head.width), f32), WGMMA)
         return DkDvSums(*((zeros,) * self.spec.head.num_chunks * int(x) for x in self.spec.computes))
 
     def store(self, work_tile: BackwardWorkTile, half: Scalar, sums: DkDvSums) -> None:

@@ -57,8 +57,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.score_mod import Lookups
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
-from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, ScratchType, Tile
+from pallas_kernels.shared.layouts import COLUMN, WARPGROUP_ROWS, WGMMA
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, ScratchType, Tile, f32
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.loader import Dequantizer, KvPipeline, PrefillLoader, QueryBuffers
@@ -73,16 +73,13 @@ from pallas_kernels.varlen_prefill.softmax import (
     zero_accumulators,
 )
 from pallas_kernels.varlen_prefill.spec import (
-    COLUMN,
     DEQUANTIZE_REGISTERS,
     PrefillBarriers,
     PrefillInputs,
     PrefillOutputs,
     PrefillSmem,
     PrefillSpec,
-    W,
     barrier_types,
-    f32,
     smem_types,
     split_output_types,
     warp_barrier_types,
@@ -361,7 +358,7 @@ class PrefillMainloop:
         tile = rows.tile(i, masked_ends)
         if spec.is_interpreted:
             return self.attend_tile_in_order(tile, q_s, step, state)
-        zeros = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        zeros = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), WGMMA)
         empty = TileSoftmax(
             zeros,
             zeros[:, :LANE_COLUMNS],

@@ -12,10 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_mask
 from pallas_kernels.ptx.look_up import look_up
+from pallas_kernels.shared.layouts import COLUMN, ROW
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 MAX_ROWS = 128  # Maximum number of queries or keys per tile.
 
 # One bit per element of a tile: word w of a row is an int32 whose bit i belongs to column 32 w + i.

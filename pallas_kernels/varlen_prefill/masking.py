@@ -14,14 +14,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import ROW, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds
 
@@ -242,7 +243,7 @@ class ValueTiles:
 
             @pl.when(functools.reduce(operator.or_, has_invisible))
             def _(first_row: int = first_row, part: tuple[Scalar, ...] = part) -> None:
-                row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=W)
+                row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=WGMMA)
                 offset = part[0]
                 for run, start in enumerate(part[1:], 1):
                     offset = jnp.where(row >= run * run_length, start - run * run_length, offset)
@@ -285,7 +286,7 @@ def clear_invisible_values(
         @pl.loop(first_part, end_part)
         def _(n: Scalar) -> None:
             rows = pl.ds(n * PANEL, PANEL)
-            row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=W) + n * PANEL
+            row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=WGMMA) + n * PANEL
             clear_masked_out(values_s, rows, lambda _: row, first_row, end_row)
 
         fence()

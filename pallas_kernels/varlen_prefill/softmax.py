@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import warp_votes
 from pallas_kernels.score_mod import KernelScoreMod, Lookups
+from pallas_kernels.shared.layouts import COLUMN, ROW, WGMMA
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, AlibiOperands, PrefillSpec, W, f32
+from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
+from pallas_kernels.varlen_prefill.spec import AlibiOperands, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile
 
 # ------------------------------------------------------------------------------------- bias
@@ -74,7 +75,7 @@ class Bias:
         if self.all_operands is None:
             return
         columns_s = self.all_operands.columns
-        iota = [plgpu.broadcasted_iota(jnp.int32, columns_s.shape[1:], axis, layout=W) for axis in (0, 1)]
+        iota = [plgpu.broadcasted_iota(jnp.int32, columns_s.shape[1:], axis, layout=WGMMA) for axis in (0, 1)]
         columns_s[wg] = jnp.where(iota[1] < SLOPE_TERMS, iota[0], 0).astype(f32).astype(self.spec.dtype)
 
     def store_slope(self, slope: Scalar | Rows) -> None:
@@ -82,9 +83,9 @@ class Bias:
         if self.operands is None:
             return
         slopes_s, dtype = self.operands.slopes, self.spec.dtype
-        tile = plgpu.layout_cast(jnp.zeros(slopes_s.shape, f32), W)
+        tile = plgpu.layout_cast(jnp.zeros(slopes_s.shape, f32), WGMMA)
         remainder = slope * (1 / self.factor)
-        column = plgpu.broadcasted_iota(jnp.int32, slopes_s.shape, 1, layout=W)
+        column = plgpu.broadcasted_iota(jnp.int32, slopes_s.shape, 1, layout=WGMMA)
         for term in range(SLOPE_TERMS):
             rounded = remainder.astype(dtype).astype(f32)
             remainder, tile = (
@@ -335,7 +336,7 @@ def full_rows(num: int, value: float) -> Rows:
 
 def zero_accumulators(spec: PrefillSpec) -> tuple[Tile, ...]:
     """Return accumulators of zeros, one per chunk of the head."""
-    zeros = plgpu.layout_cast(jnp.zeros(spec.acc_shape, f32), W)
+    zeros = plgpu.layout_cast(jnp.zeros(spec.acc_shape, f32), WGMMA)
     return (zeros,) * spec.shape.head.num_chunks
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.shared.memory import PANEL, HeadChunks, TokenRows, swizzled_
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, SplitOutputs
-from pallas_kernels.shared.types import Barriers, Interpret, Ref, ScratchType
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, ScratchType, f32
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.schedule import (
     COLUMNS,
@@ -29,11 +29,6 @@ from pallas_kernels.varlen_prefill.schedule import (
     max_split_outputs,
 )
 from pallas_kernels.varlen_prefill.sizes import PrefillSizes
-
-W = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.score_mod import PairValue, Positions, ScoreTile
 from pallas_kernels.shared.arithmetic import alternating_rounds
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range, overlapping_kv_tiles, visible_key_range
-from pallas_kernels.varlen_prefill.spec import COLUMN, ROW, PrefillScheduleRefs, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs, PrefillSpec
 
 NO_KEY = 2**30  # position of the keys of runs that a tile lacks: after the end of every request
 # Columns of the table that loads and masks of KV tiles use.

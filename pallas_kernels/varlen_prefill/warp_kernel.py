@@ -26,7 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.lane_sums import add_lanes, sum_lane_columns
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
-from pallas_kernels.shared.types import Barriers, Columns, Rows, Scalar, Tile
+from pallas_kernels.shared.layouts import COLUMN
+from pallas_kernels.shared.types import Barriers, Columns, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_prefill.epilogue import (
     RowResults,
     store_output_from_registers,
@@ -40,14 +41,7 @@ from pallas_kernels.varlen_prefill.softmax import (
     load_column_indices,
     zero_accumulators,
 )
-from pallas_kernels.varlen_prefill.spec import (
-    COLUMN,
-    PrefillInputs,
-    PrefillOutputs,
-    PrefillSpec,
-    WarpPrefillSmem,
-    f32,
-)
+from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillOutputs, PrefillSpec, WarpPrefillSmem
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     KvTile,
     MaskedEnds,

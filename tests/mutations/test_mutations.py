@@ -16,7 +16,7 @@ from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.score_mod import KernelScoreMod
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.layouts import ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, TokenRows
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.score import Score
@@ -33,7 +33,6 @@ from pallas_kernels.varlen_prefill import entry as prefill_entry
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill import tile_scheduler
 from pallas_kernels.varlen_prefill.loader import Dequantizer
-from pallas_kernels.varlen_prefill.spec import ROW
 from pallas_kernels.varlen_prefill.tile_scheduler import QueryRows
 from pallas_kernels.varlen_prefill.warp_kernel import WarpMainloop
 from pallas_kernels.varlen_prefill.warp_loader import WarpPipeline

@@ -23,7 +23,6 @@ from pallas_kernels.ptx import (
     warp_votes,
 )
 from pallas_kernels.ptx.fallback import DeviceFunction
-from pallas_kernels.ptx.layouts import ROW, TILE
 from pallas_kernels.ptx.warp_mma import (
     WARPS,
     WarpTile,
@@ -33,10 +32,11 @@ from pallas_kernels.ptx.warp_mma import (
     store_warp_outputs,
     warp_row_max,
 )
+from pallas_kernels.shared.layouts import COLUMN, ROW, WGMMA
 from pallas_kernels.shared.memory import head_chunks, store_unoptimized, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling
+from pallas_kernels.shared.types import f32
 
-f32 = jnp.float32
 TEAM_COPIES = (
     cp_async.copy_block_rows,
     cp_async.copy_token_rows,
@@ -64,7 +64,7 @@ def kernel(
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, grid=(grid,), grid_names=("nth",))
 
 
-def load(ref: Any, layout: Any = TILE) -> Any:
+def load(ref: Any, layout: Any = WGMMA) -> Any:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -137,7 +137,7 @@ def values(
     def body(v_g, p_g, top_g, ends_g, out_g, v_s, merge_s, loaded):
         plgpu.copy_gmem_to_smem(v_g, v_s, loaded)
         plgpu.barrier_wait(loaded)
-        accs = [plgpu.layout_cast(jnp.zeros(tile.shape, f32), TILE)] * tile.num_accs
+        accs = [plgpu.layout_cast(jnp.zeros(tile.shape, f32), WGMMA)] * tile.num_accs
         ends_here = [ends_g[i] for i in range(len(ends))]
         results("on_gpu", v_s, load(p_g), load(top_g), merge_s, ends_here, accs)
         plgpu.commit_smem()
@@ -190,7 +190,7 @@ def masked_scores(rows: int) -> Case:
     def body(s_g, words_g, out_g, bits_g):
         both = tuple(load(words_g.at[w], ROW) for w in range(2))
         store_unoptimized(out_g, bit_mask.apply_bit_mask.on_gpu(load(s_g), both))
-        ones = plgpu.layout_cast(jnp.ones((rows, 64), f32), TILE)
+        ones = plgpu.layout_cast(jnp.ones((rows, 64), f32), WGMMA)
         store_unoptimized(
             bits_g, jnp.where(bit_mask.unpack_bit_mask.on_gpu(both, shape=(rows, 64)), ones, ones * 0.0)
         )
@@ -357,7 +357,7 @@ def lookups(axes: tuple[int, ...], dtype: Any) -> Case:
     """Return the case of one element of a vector per element along some axes of a tile."""
     table, shape = jnp.asarray(10 * drawn(70), dtype), tuple((64, 128)[axis] for axis in axes)
     index = jnp.asarray(np.random.default_rng(1).integers(70, size=shape), jnp.int32)
-    layout = {(0,): ROW, (1,): plgpu.Layout.WGMMA.reduce(0), (0, 1): TILE}[axes]
+    layout = {(0,): ROW, (1,): COLUMN, (0, 1): WGMMA}[axes]
 
     def body(table_g, index_g, out_g):
         found = look_up.look_up.on_gpu(table_g, load(index_g, layout), layout=layout)

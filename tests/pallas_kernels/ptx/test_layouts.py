@@ -14,6 +14,7 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, layouts
 from pallas_kernels.ptx.launch import BARRIER, THREADS
+from pallas_kernels.shared.layouts import ROW, WGMMA
 from tests import aot
 from tests.pallas_kernels.ptx.cases import tile_of
 
@@ -21,8 +22,8 @@ from tests.pallas_kernels.ptx.cases import tile_of
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (layouts.TILE, layouts.TILE_LAYOUT),
-        (layouts.ROW, layouts.ROW_LAYOUT),
+        (WGMMA, layouts.WGMMA_LAYOUT),
+        (ROW, layouts.ROW_LAYOUT),
         (layouts.SCALAR, layouts.SCALAR_LAYOUT),
         (tile_of(8, 64, "bfloat16", "bfloat16").query_layout, layouts.MMA_RHS_LAYOUT),
         (tile_of(8, 64, "float16", "float16").query_layout, layouts.MMA_RHS_LAYOUT),
@@ -55,7 +56,7 @@ def element_indices(layout, shape):
 
 
 def test_a_lane_of_a_tile_holds_two_adjacent_columns_of_two_rows_in_each_8_columns():
-    indices = element_indices(layouts.TILE_LAYOUT, (128, 16))
+    indices = element_indices(layouts.WGMMA_LAYOUT, (128, 16))
     expected = [
         [
             [

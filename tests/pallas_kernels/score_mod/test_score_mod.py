@@ -19,6 +19,7 @@ from pallas_kernels.score_mod import (
     why_no_kernel,
 )
 from pallas_kernels.score_mod.operations import OPERATIONS
+from pallas_kernels.shared.layouts import COLUMN, ROW, WGMMA
 from tests import aot
 from tests.pallas_kernels.score_mod.score_mod_aot_cases import (
     TABLES,
@@ -308,19 +309,18 @@ def test_captured_scalars_are_constants():
 
 def body(scores_g, mod, value_g, derivative_g):
     """Evaluate a score function on a tile of a minimal kernel."""
-    tile, rows, columns = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     request = scores_g[0, 0].astype(jnp.int32)
     iota = lambda shape, layout: lambda: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
     pairs = ScoreTile(
         shape=SHAPE,
         request=request,
         head=PairValue(lambda: request + 1, ()),
-        query=Positions(request, iota(SHAPE[:1], rows), (0,), SHAPE[0]),
-        key=Positions(request, iota(SHAPE[1:], columns), (1,), SHAPE[1]),
+        query=Positions(request, iota(SHAPE[:1], ROW), (0,), SHAPE[0]),
+        key=Positions(request, iota(SHAPE[1:], COLUMN), (1,), SHAPE[1]),
         query_axis=0,
         is_interpreted=False,
     )
-    scores = plgpu.load(scores_g, layout=tile, optimized=False)
+    scores = plgpu.load(scores_g, layout=WGMMA, optimized=False)
     new_scores, derivative = mod.apply_with_derivative(
         scores, 0.1, pairs, mod.load(pairs, with_derivative=True)
     )
