@@ -111,7 +111,7 @@ class DqLoader(PrefillLoader):
         for operand, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             rank = min(operand, team_size - 1)
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            first_row = jnp.maximum(work_tile.column("first_row") + rank * WARPGROUP_ROWS, 0)
+            first_row = jnp.maximum(work_tile["first_row"] + rank * WARPGROUP_ROWS, 0)
             # As many copies as a tile of keys, for which the barrier counts. Both have WARPGROUP_ROWS rows.
             first_rows = range(0, WARPGROUP_ROWS, self.run_length)
             for chunk, first in itertools.product(range(head.num_chunks), first_rows):
@@ -141,7 +141,7 @@ class DqLoader(PrefillLoader):
         super().load_queries(work_tile, row, iteration)
         head, buffer = self.spec.shape.head, self.queries[0].buffer(iteration)
         for rank, queries in enumerate(self.queries):
-            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * WARPGROUP_ROWS, 0))
+            first_row = align_row(jnp.maximum(work_tile["first_row"] + rank * WARPGROUP_ROWS, 0))
             for chunk in range(head.num_chunks):
                 index = (work_tile.head, *head.gmem_index(chunk, iteration * 0))
                 to, full = self.dout_s.at[queries.wg, buffer, chunk], queries.full.at[queries.barrier(buffer)]

@@ -117,7 +117,7 @@ class DqMainloop:
         each step, because they depend on a 0 that it cannot treat as a constant.
         """
         if has_wide_heads(self.spec):
-            buffer = buffer + lax.shift_right_logical(rows.work_tile.column("seq_len"), jnp.int32(31))
+            buffer = buffer + lax.shift_right_logical(rows.work_tile["seq_len"], jnp.int32(31))
         return DqOperands(self.queries.query.at[buffer], self.smem.dout.at[self.wg, buffer])
 
     def compute_dq(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
@@ -331,7 +331,7 @@ class DqMainloop:
             output_step: Step that carries their output, if delta is computed from it.
         """
         stats_g = self.inputs.row_stats
-        work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * WARPGROUP_ROWS
+        work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * WARPGROUP_ROWS
 
         lse = load_row_stat(stats_g, rows, 0)
         if self.inputs.out is None:

@@ -39,7 +39,7 @@ class RowStats(NamedTuple):
 
 def load_row_stat(stats_g: Ref, rows: QueryRows, index: int) -> Rows:
     """Load a statistic of each row, including rows of other requests or of none; see DkDvInputs.row_stats."""
-    work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * WARPGROUP_ROWS
+    work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * WARPGROUP_ROWS
     return plgpu.load(
         stats_g.at[work_tile.head, index, pl.ds(first, WARPGROUP_ROWS)], layout=ROW, optimized=False
     )

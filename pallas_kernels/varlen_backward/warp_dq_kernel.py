@@ -159,7 +159,7 @@ class WarpDqMainloop:
         if has_wide_heads(self.spec):
             # The compiler computes the addresses of queries and dO in each step instead of keeping them in
             # registers, because they depend on a 0 that it cannot treat as a constant.
-            rank = rank + lax.shift_right_logical(work_tile.column("seq_len"), jnp.int32(31))
+            rank = rank + lax.shift_right_logical(work_tile["seq_len"], jnp.int32(31))
         dp = multiply_chunks(self.smem.dout.at[rank], values_s, is_interpreted=self.spec.is_interpreted)
         loads = self.pipeline.wait_second(work_tile, i, state.loads)
         s = multiply_chunks(smem.query.at[rank], keys_s, is_interpreted=self.spec.is_interpreted)

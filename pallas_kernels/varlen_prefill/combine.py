@@ -114,12 +114,12 @@ class Combiner:
                 return (tokens, head, strip, *head_dims.gmem_index(0, strip * 0)[1:])
             return tokens, head, columns
 
-        @pl.when((first < work_tile.column("end")) & (first + rows.tokens > work_tile.column("begin")))
+        @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
         def _() -> None:
             chunk, chunk_columns = (strip, pl.ds(0, PANEL)) if head_dims.is_padded else (strip * 0, columns)
             slots = warpgroup_rows(rows)
             acc, row_max, row_sum = add_splits(
-                refs.split_outputs, work_tile.column("split_output"), work_tile.column("num_splits"),
+                refs.split_outputs, work_tile["split_output"], work_tile["num_splits"],
                 work_tile.head,
                 queries=(slots,), strip=(chunk, slots, chunk_columns), axis=0,
             )  # fmt: skip

@@ -60,7 +60,7 @@ def output_scale_and_lse(rows: QueryRows, row_max: Rows, row_sum: Rows, sinks: R
     work_tile, sink = rows.work_tile, None
     if sinks is not None:
         # A padding row has no keys and no sink: its output is 0.
-        sink = rows.per_head(lambda head: jnp.where(work_tile.column("seq_len") > 0, sinks[head], -jnp.inf))
+        sink = rows.per_head(lambda head: jnp.where(work_tile["seq_len"] > 0, sinks[head], -jnp.inf))
     return finalize_softmax(row_max, row_sum, sink)
 
 
@@ -102,10 +102,8 @@ class ValidRows(NamedTuple):
 def valid_rows(rows: QueryRows) -> ValidRows:
     """Return the valid rows, which are the same for each packed head."""
     work_tile, tokens, first = rows.work_tile, rows.tokens, rows.rank * rows.tokens
-    begin, end = [
-        jnp.clip(row - first, 0, tokens) for row in (work_tile.column("begin"), work_tile.column("end"))
-    ]
-    return ValidRows(work_tile.column("first_row") + first, begin, end)
+    begin, end = [jnp.clip(row - first, 0, tokens) for row in (work_tile["begin"], work_tile["end"])]
+    return ValidRows(work_tile["first_row"] + first, begin, end)
 
 
 def store_lse(lse_g: Ref, rows: QueryRows, valid: ValidRows, lse: Rows) -> None:

@@ -286,7 +286,7 @@ class PrefillMainloop:
         if outputs.split_outputs is None:
             store_final()
         else:
-            index = work_tile.column("split_output")
+            index = work_tile["split_output"]
             store_split = functools.partial(store_split_output, outputs.split_outputs, index, rows, results)
             lax.cond(index < 0, store_final, store_split)
         if queries.num == 1:

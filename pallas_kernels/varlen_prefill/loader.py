@@ -383,11 +383,11 @@ class PrefillLoader:
         """
         tiling, first_key, first_row_s = self.tiling, run * self.run_length, position * self.run_length
         if tiling is None or self.blocks is None:
-            first_row = work_tile.column("kv_start") - work_tile.alignment_offset + first_key
+            first_row = work_tile["kv_start"] - work_tile.alignment_offset + first_key
             rows_s = pl.ds(first_row_s, self.run_length)
             return [KvCopy((kv_head,), rows_s, first_row=align_row(first_row))]
         visible = self.blocks.visible_blocks(
-            work_tile.column("req"),
+            work_tile["req"],
             work_tile.first_key_with_block,
             work_tile.end_key_with_block,
             is_checked=True,
@@ -429,7 +429,7 @@ class PrefillLoader:
             # A buffer is free once the output that replaced its queries has left shared memory.
             pl.when(iteration >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without valid rows may start before row 0.
-            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * tokens, 0))
+            first_row = align_row(jnp.maximum(work_tile["first_row"] + rank * tokens, 0))
             for head, first in packed_heads(work_tile, self.spec):
                 for chunk in range(head_dims.num_chunks):
                     index = (head, *head_dims.gmem_index(chunk, iteration * 0))

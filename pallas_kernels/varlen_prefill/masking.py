@@ -48,7 +48,7 @@ class Masking:
         """
         if tile.masked_ends is MaskedEnds.NONE or not jax.tree.leaves(self.mask):
             return ()
-        mask, req = self.mask, tile.rows.work_tile.column("req")
+        mask, req = self.mask, tile.rows.work_tile["req"]
         assert mask is not None
         if self.spec.runs_per_tile > 1:
             runs = tile.run_pairs(self.columns)
@@ -70,10 +70,10 @@ class Masking:
         has_query_blocks = self.spec.shape.block_q is not None
         has_row_end = self._has_row_end or has_query_blocks
         work_tile = tile.rows.work_tile
-        begin, end = 0 - first_key, work_tile.column("seq_len") - first_key
+        begin, end = 0 - first_key, work_tile["seq_len"] - first_key
         if has_row_begin or has_row_end:
             positions = tile.rows.positions()
-            row_begin, row_end = key_range(score, positions, work_tile.column("seq_len"))
+            row_begin, row_end = key_range(score, positions, work_tile["seq_len"])
             row_begin, row_end = row_begin - first_key, row_end - first_key
             if has_query_blocks:
                 (entry,) = tile.entries
@@ -109,7 +109,7 @@ class Masking:
             runs: Pairs of each run, from `run_pairs`.
             loaded: Result of `mask.load` for each run; () for a mask without arrays.
         """
-        mask, spec, seq_len = self.mask, self.spec, tile.rows.work_tile.column("seq_len")
+        mask, spec, seq_len = self.mask, self.spec, tile.rows.work_tile["seq_len"]
         has_arrays, has_query_blocks = bool(jax.tree.leaves(mask)), spec.shape.block_q is not None
         visible: list[Words] = []
         if mask is not None:
@@ -154,7 +154,7 @@ class Masking:
         """Return whether all keys of a tile of runs lie in the range of visible keys of every row."""
         rows, starts = tile.rows, tile.run_starts()
         first = rows.first_position()
-        seq_len = rows.work_tile.column("seq_len")
+        seq_len = rows.work_tile["seq_len"]
         begin, _ = key_range(self.spec.score, first + (rows.tokens - 1), seq_len)
         _, end = key_range(self.spec.score, first, seq_len)
         is_inside = functools.reduce(jnp.maximum, starts) + self.spec.run_length <= jnp.minimum(end, seq_len)
@@ -173,7 +173,7 @@ class Masking:
         work_tile, block = tile.rows.work_tile, self.spec.shape.block_q
         assert block is not None
         bits = lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT))
-        first = floor_div(work_tile.column("position") + work_tile.column("begin"), block)
+        first = floor_div(work_tile["position"] + work_tile["begin"], block)
         is_visible = positions * 0 + (bits & 1)
         for index in range(1, num_query_blocks(self.spec.sizes.tile_tokens, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(index)) & 1
@@ -235,7 +235,7 @@ class ValueTiles:
     def _clear_runs(self, tile: KvTile, stage: Scalar) -> None:
         """Zero the values of a tile of runs before the first visible key or after the request's end."""
         values_s, spec, work_tile = self.stages.tiles.at[stage], self.spec, tile.rows.work_tile
-        first_key, end_key = work_tile.column("first_visible_key"), work_tile.column("seq_len")
+        first_key, end_key = work_tile["first_visible_key"], work_tile["seq_len"]
         starts, run_length = tile.run_starts(), spec.run_length
         for first_row in range(0, spec.sizes.tile_kv, PANEL):
             part = starts[first_row // run_length : (first_row + PANEL) // run_length]
@@ -267,8 +267,8 @@ def clear_invisible_values(
     work_tile = tile.rows.work_tile
     first_key = tile.first_key()
     first_row, end_row = (
-        work_tile.column("first_visible_key") - first_key,
-        work_tile.column("seq_len") - first_key,
+        work_tile["first_visible_key"] - first_key,
+        work_tile["seq_len"] - first_key,
     )
     is_low = end is MaskedEnds.LOW
     has_invisible = first_row > 0 if is_low else end_row < tile_kv

@@ -27,12 +27,11 @@ KV_TILE_COLUMNS = ("req", "kv_start", "list")
 class PrefillWorkTile:
     """A query tile of one head, or of one group of packed heads, with all of its keys or one KV split.
 
-    Its scalars are traced. Keys of KV tile i start at position `i * tile_kv - alignment_offset`.
+    `work_tile[name]` is the value of a column of the schedule's table. A work tile from `read_to_registers`
+    holds the columns in registers; one from `read_from_smem` loads a column from shared memory at each use.
+    All scalars are traced. Keys of KV tile i start at position `i * tile_kv - alignment_offset`.
 
     Attributes:
-        column: Function that returns a column of the schedule's table, such as `column("position")`. A work
-            tile from `read_to_registers` holds the columns in registers; a work tile from `read_from_smem`
-            loads a column from shared memory at each use.
         head: Query head, or index of the group of packed heads: heads `head * pack_gqa` onward.
         first_key_with_block: Position of the first key whose block is certain to exist. Its block is loaded
             in place of earlier blocks, so it must not hold keys that are neither visible nor zeroed.
@@ -46,7 +45,8 @@ class PrefillWorkTile:
     """
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
-        self.column, self.entries = column, entries
+        """Create the work tile; `column` returns the value of a column of its row of the table."""
+        self._column, self.entries = column, entries
         self.run_length, self.runs_per_tile = spec.run_length, spec.runs_per_tile
         self.head, self.work_tiles_per_kv_head = head, spec.shape.group // spec.sizes.pack_gqa
         position = column("position")
@@ -74,6 +74,9 @@ class PrefillWorkTile:
                 jnp.clip(self.num - skipped, 0, column("split_tiles")),
             )
 
+    def __getitem__(self, name: str) -> Scalar:
+        return self._column(name)
+
     @property
     def kv_head(self) -> Scalar:
         """KV head of the work tile's query heads."""
@@ -81,20 +84,20 @@ class PrefillWorkTile:
 
     def entry(self, i: Scalar) -> Scalar:
         """Return the i-th entry of the tile list or, without lists, the index of the i-th KV tile."""
-        return self.first + i if self.entries is None else self.entries[self.column("list"), i]
+        return self.first + i if self.entries is None else self.entries[self["list"], i]
 
     def tile_entries(self, i: Scalar) -> tuple[Scalar, ...]:
         """Return the entries of the i-th KV tile, with entry 0 for those that the first tile lacks."""
         if self.runs_per_tile == 1:
             return (self.entry(i),)
-        first = i * self.runs_per_tile - self.column("num_missing")
+        first = i * self.runs_per_tile - self["num_missing"]
         return tuple(self.entry(jnp.maximum(first + run, 0)) for run in range(self.runs_per_tile))
 
     def first_entries(self) -> tuple[Scalar, ...]:
         """Return the entries of the first KV tile. A single entry comes from the table, not from the list."""
         if self.runs_per_tile > 1:
             return self.tile_entries(jnp.int32(0))
-        return (self.first if self.entries is None else self.column("first_entry"),)
+        return (self.first if self.entries is None else self["first_entry"],)
 
     def kv_tile_index(self, entry: Scalar) -> Scalar:
         """Return the index of an entry's KV tile, or block of keys."""
@@ -267,7 +270,7 @@ class QueryRows:
 
     def first_position(self) -> Scalar:
         """Return the position of the first query of these rows."""
-        return self.work_tile.column("position") + self.rank * self.tokens
+        return self.work_tile["position"] + self.rank * self.tokens
 
     def token_indices(self) -> Rows:
         """Return the index of the token in each row, among those of these rows."""
@@ -277,11 +280,7 @@ class QueryRows:
     def has_work(self) -> Scalar:
         """Return whether at least one of these rows is valid and the work tile has keys."""
         first, work_tile = self.rank * self.tokens, self.work_tile
-        return (
-            (work_tile.num > 0)
-            & (first < work_tile.column("end"))
-            & (first + self.tokens > work_tile.column("begin"))
-        )
+        return (work_tile.num > 0) & (first < work_tile["end"]) & (first + self.tokens > work_tile["begin"])
 
     def tile(self, i: Scalar, masked_ends: MaskedEnds, *, is_first: bool = False) -> "KvTile":
         """Return the i-th KV tile of the work tile.
@@ -304,27 +303,25 @@ class QueryRows:
         """Return the range of KV tiles that the rows attend to, and the range of those that need no mask."""
         work_tile = self.work_tile
         if self.spec.has_lists:
-            full_begin = jnp.maximum(jnp.minimum(work_tile.column("num_partial"), work_tile.num), 1)
+            full_begin = jnp.maximum(jnp.minimum(work_tile["num_partial"], work_tile.num), 1)
             return KvTileRange(jnp.int32(0), full_begin, work_tile.num, work_tile.num)
         score, tile, offset = self.spec.score, jnp.int32(self.spec.sizes.tile_kv), work_tile.alignment_offset
         # Positions of the first and of the last row, or of the nearest valid rows.
         first, last = [
-            work_tile.column("position")
-            + jnp.clip(row, work_tile.column("begin"), work_tile.column("end") - 1)
+            work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
             for row in (self.rank * self.tokens, self.rank * self.tokens + (self.tokens - 1))
         ]
         # Keys in [full_first_key, full_end_key) are visible to all rows.
-        full_first_key, _ = key_range(score, last, work_tile.column("seq_len"))
-        _, full_end_key = key_range(score, first, work_tile.column("seq_len"))
+        full_first_key, _ = key_range(score, last, work_tile["seq_len"])
+        _, full_end_key = key_range(score, first, work_tile["seq_len"])
         full_first_key = jnp.maximum(full_first_key, 0)
-        full_end_key = jnp.minimum(full_end_key, work_tile.column("seq_len"))
+        full_end_key = jnp.minimum(full_end_key, work_tile["seq_len"])
         # The work tile has more KV tiles at the end, for the rows of later warpgroups, and with a window at
         # the start, for the rows of earlier warpgroups.
-        first_key, _ = key_range(score, first, work_tile.column("seq_len"))
-        _, end_key = key_range(score, last, work_tile.column("seq_len"))
+        first_key, _ = key_range(score, first, work_tile["seq_len"])
+        _, end_key = key_range(score, last, work_tile["seq_len"])
         end = (
-            lax.div(jnp.clip(end_key, 0, work_tile.column("seq_len")) + offset + (tile - 1), tile)
-            - work_tile.first
+            lax.div(jnp.clip(end_key, 0, work_tile["seq_len"]) + offset + (tile - 1), tile) - work_tile.first
         )
         end = jnp.clip(end, 1, work_tile.num)
         begin, full_begin = jnp.int32(0), jnp.int32(1)
@@ -365,7 +362,7 @@ class KvTile(NamedTuple):
             for entry in self.entries
         ]
         if self.is_first and len(starts) > 1:
-            num_missing = work_tile.column("num_missing")
+            num_missing = work_tile["num_missing"]
             *others, last = starts  # the last run is never missing
             starts = [jnp.where(run < num_missing, NO_KEY, start) for run, start in enumerate(others)]
             starts.append(last)
@@ -415,7 +412,7 @@ class KvTile(NamedTuple):
         has_packed_heads = spec.sizes.pack_gqa > 1
         return ScoreTile(
             shape=spec.s_shape,
-            request=rows.work_tile.column("req"),
+            request=rows.work_tile["req"],
             head=PairValue(lambda: rows.per_head(lambda head: head), (0,) if has_packed_heads else ()),
             query=Positions(rows.first_position(), rows.token_indices, (0,), rows.tokens),
             key=Positions(self.first_key(), columns, (1,), tile_kv, column_indices),

@@ -143,9 +143,9 @@ class WarpPipeline:
         tiling, tile_kv = self.tiling, self.spec.sizes.tile_kv
         first_key = work_tile.kv_tile_index(entry) * tile_kv
         if tiling is None or self.blocks is None:
-            return KvLocation((), work_tile.column("kv_start") - work_tile.alignment_offset + first_key)
+            return KvLocation((), work_tile["kv_start"] - work_tile.alignment_offset + first_key)
         # The padding after the last request has no row in the block table.
-        req = jnp.minimum(work_tile.column("req"), self.kv.block_table.shape[0] - 1)
+        req = jnp.minimum(work_tile["req"], self.kv.block_table.shape[0] - 1)
         visible = self.blocks.visible_blocks(
             req, work_tile.first_key_with_block, work_tile.end_key_with_block, is_checked=True
         )
@@ -187,7 +187,7 @@ class WarpPipeline:
     def _copy_rows(self, to_s: Ref, rows_g: Ref, work_tile: PrefillWorkTile) -> None:
         """Start to copy the warpgroup's rows of an array like the queries to `to_s` [warpgroups, ...]."""
         tokens, is_interpreted = self.spec.sizes.warpgroup_tokens, self.spec.is_interpreted
-        first_token = work_tile.column("first_row") + self.wg * tokens
+        first_token = work_tile["first_row"] + self.wg * tokens
         first_head = packed_heads(work_tile, self.spec)[0].head
         copy_token_rows(
             to_s.at[self.wg], rows_g, first_token, first_head, head=self.spec.shape.head,

@@ -197,7 +197,7 @@ def wider_groups(patch: pytest.MonkeyPatch) -> None:
 
 def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
     def mutated(rows):
-        first = rows.work_tile.column("position") + rows.rank * rows.tokens
+        first = rows.work_tile["position"] + rows.rank * rows.tokens
         return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW) + first
 
     patch.setattr(QueryRows, "positions", mutated)
