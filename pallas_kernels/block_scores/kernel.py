@@ -100,7 +100,7 @@ class BlockScoresDims:
     def tiling(self) -> CacheTiling:
         """The bounds as a cache: each block holds the bounds of kv_heads heads in place of tokens."""
         head = HeadChunks(1, self.head_dim, self.head_dim, self.head_dim, is_padded=False)
-        return CacheTiling(block_size=self.kv_heads, tile_kv=WARPGROUP_ROWS, is_hnd=False, head=head)
+        return CacheTiling(block_size=self.kv_heads, run_length=WARPGROUP_ROWS, is_hnd=False, head=head)
 
     @property
     def smem_bytes(self) -> int:

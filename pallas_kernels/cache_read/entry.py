@@ -82,7 +82,7 @@ def cache_read(
     head = HeadChunks(1, head_dim, head_dim, head_dim, is_padded=False)
     if architecture.has_tma:
         head = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
-    tiling = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=TILE, is_hnd=is_hnd, head=head)
     token_scales, channel_scales = _scales(scale, tiling, kv_heads)
     inputs = CacheReadInputs(
         cache=tiling.tile_cache(cache),

@@ -108,7 +108,7 @@ def read_tiles(inputs: CacheReadInputs, *, dims: CacheReadDims, interpret: Inter
     """
     head, has_token_scales = dims.tiling.head, inputs.token_scales is not None
     tile_shape = (head.num_chunks, TILE, head.width)
-    num_copies = dims.tiling.num_copies * (head.num_chunks + has_token_scales)
+    num_copies = dims.tiling.copies_per_run * (head.num_chunks + has_token_scales)
     smem = CacheReadSmem(None, None, None, None)
     if dims.uses_tma:
         smem = CacheReadSmem(
@@ -142,16 +142,16 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
     columns = padded_slice(head_chunks.width, head_chunks.chunk_dim, tile * 0)
     req, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
 
-    def runs() -> Iterator[tuple[int, Scalar, Scalar]]:
-        """Yield the first row of each run of keys in the tile, its block and its index in the block."""
+    def copies() -> Iterator[tuple[int, Scalar, Scalar]]:
+        """Yield the first row in the tile, the block and the index in the block of each copy."""
         table = BlockTableRef(inputs.block_table, tiling.block_size)
         blocks = table.visible_blocks(req, inputs.first_keys[req], inputs.seq_lens[req])
         column, copy = tiling.locate(first_key)
-        for j, block in enumerate(blocks.ids(column, tiling.num_copies)):
+        for j, block in enumerate(blocks.ids(column, tiling.copies_per_run)):
             yield j * tiling.tokens_per_copy, block, copy
 
     def load() -> None:
-        for first_row, block, copy in runs():
+        for first_row, block, copy in copies():
             rows, index = (
                 pl.ds(first_row, tiling.tokens_per_copy),
                 tiling.gmem_index(block, copy, head),
@@ -195,7 +195,7 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
         layout = row_layout(tiling.tokens_per_copy, head_chunks.width)
         # All loads are issued before anything is stored, so that their latencies overlap.
         loaded = []
-        for first_row, block, copy in runs():
+        for first_row, block, copy in copies():
             stored = inputs.cache.at[tiling.gmem_index(block, copy, head)]
             x = plgpu.load(stored, layout=layout, optimized=False)
             token_scales = None

@@ -93,7 +93,7 @@ class CacheSource:
         copies = []
         for first in keys.run_starts:
             column, copy = self.tiling.locate(first)
-            copies += [(block, copy) for block in blocks.ids(column, self.tiling.num_copies)]
+            copies += [(block, copy) for block in blocks.ids(column, self.tiling.copies_per_run)]
         return copies
 
 

@@ -114,7 +114,7 @@ class DecodeSpec:
             head_tiles=shape.row_tiles if shape.list_block_size else shape.kv_heads * shape.row_tiles,
             run_length=run_length,
             cache_tiling=CacheTiling(
-                block_size=shape.block_size, tile_kv=run_length, is_hnd=shape.is_hnd, head=shape.head
+                block_size=shape.block_size, run_length=run_length, is_hnd=shape.is_hnd, head=shape.head
             ),
         )
 

@@ -93,15 +93,15 @@ def _copy_tile_by_lanes(
     tokens = tiling.tokens_per_copy
     for start in range(0, WARP_ROWS, tile.rows_at_once):
         row = lanes.add(first_row, start)
-        # The run of tokens that holds this row of the warp, and the row's index in the run.
-        runs = [(WARP_ROWS * w + start) // tokens for w in range(WARPS)]
+        # The block of tokens that holds this row of each warp, and the row's index in these tokens.
+        indices = [(WARP_ROWS * w + start) // tokens for w in range(WARPS)]
         token = row
         if tokens < WARP_ROWS:
             token = lanes.add(first_row, start % tokens)
         elif tokens > WARP_ROWS:
             offset = arith.andi(lanes.times(warp, WARP_ROWS), lanes.const(tokens - 1))
             token = lanes.add(row, offset)
-        block, copy = (_of_warp([values[run] for run in runs], warp) for values in (blocks, copies))
+        block, copy = (_of_warp([values[i] for i in indices], warp) for values in (blocks, copies))
         source = cache_pointer(cache_g, block, copy, token, kv_head, tiling=tiling)
         tile.copy_row(lanes.add(lanes.times(warp, WARP_ROWS), row), unit, source)
     return ()

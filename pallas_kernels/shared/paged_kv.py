@@ -58,29 +58,30 @@ class KvRefs(NamedTuple):
 # ------------------------------------------------------------------------------------- TMA copies
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheTiling:
-    """The division of cache blocks into the runs of tokens that one TMA copy moves for one KV head.
+    """The division of a run of consecutive tokens of one KV head into the TMA copies that load it.
 
     Attributes:
         block_size: Number of tokens per block, a power of 2.
-        tile_kv: Number of consecutive tokens that are loaded together, a power of 2: a tile or a run.
+        run_length: Number of tokens of a run, a power of 2. A tile holds one or several runs.
         is_hnd: Whether blocks are [kv_heads, block_size, head_dim] instead of [block_size, kv_heads,
             head_dim].
         head: Division of a head into chunks.
-        tokens_per_copy: Number of tokens that a TMA copy moves: the tokens of a block, or of a tile if that
-            is smaller.
-        num_copies: Number of TMA copies that load `tile_kv` tokens of one chunk of a head.
+        tokens_per_copy: Number of tokens that a TMA copy moves: the tokens of a block, or of a run if that
+            is shorter.
+        copies_per_run: Number of TMA copies that load one chunk of a run's heads.
     """
 
     block_size: int
-    tile_kv: int
+    run_length: int
     is_hnd: bool
     head: HeadChunks
     tokens_per_copy: int = dataclasses.field(init=False)
-    num_copies: int = dataclasses.field(init=False)
+    copies_per_run: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        tokens_per_copy = min(self.block_size, self.tile_kv)
-        vars(self).update(tokens_per_copy=tokens_per_copy, num_copies=self.tile_kv // tokens_per_copy)
+        tokens_per_copy = min(self.block_size, self.run_length)
+        copies_per_run = self.run_length // tokens_per_copy
+        vars(self).update(tokens_per_copy=tokens_per_copy, copies_per_run=copies_per_run)
 
     def tile_cache(self, cache: jax.Array) -> jax.Array:
         """Reshape a cache to [blocks, copies, tokens_per_copy, kv_heads, ...].

@@ -223,7 +223,7 @@ def varlen_prefill(
     tiling, kv_tokens = None, key.shape[0]
     if block_table is not None and block_size is not None:
         run_length = list_block_size or sizes.tile_kv
-        tiling = CacheTiling(block_size=block_size, tile_kv=run_length, is_hnd=is_hnd, head=head)
+        tiling = CacheTiling(block_size=block_size, run_length=run_length, is_hnd=is_hnd, head=head)
         kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
     group_heads = heads_per_l2_group(
         q_heads, kv_heads, kv_bytes=4 * kv_tokens * head_dim,

@@ -239,8 +239,7 @@ class PrefillLoader:
         self.loads_queries = loads_keys
         self.tiling = tiling = spec.shape.cache_tiling
         self.blocks = None if tiling is None else BlockTableRef(kv.block_table, tiling.block_size)
-        copies_per_run = 1 if tiling is None else tiling.num_copies
-        self.copies_per_chunk = copies_per_run * spec.runs_per_tile  # TMA copies per chunk of a tile
+        self.copies_per_run = 1 if tiling is None else tiling.copies_per_run
         team_size = spec.sizes.team_size
         self.queries = [
             QueryBuffers(smem, barriers, spec.sizes, team * team_size + rank) for rank in range(team_size)
@@ -328,7 +327,8 @@ class PrefillLoader:
         kv_head = work_tile.kv_head
         # Read the block ids together and before the wait, so that their latencies overlap; as many as fit in
         # registers.
-        num_copies, at_once = self.copies_per_chunk, min(self.copies_per_chunk, MAX_COPIES_AT_ONCE)
+        num_copies = self.copies_per_run * len(runs)  # of each chunk of the head
+        at_once = min(num_copies, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
         copies = self.tile_copies(work_tile, runs, kv_head) if fits_registers else []
         for index, stream in enumerate(self.streams):
@@ -350,11 +350,10 @@ class PrefillLoader:
         self, work_tile: PrefillWorkTile, runs: tuple[Scalar, ...], kv_head: Scalar
     ) -> list[KvCopy]:
         """Return the TMA copies of a KV tile, see run_copies."""
-        count = self.copies_per_chunk // len(runs)
         return [
             copy
             for position, run in enumerate(runs)
-            for copy in self.run_copies(work_tile, run, kv_head, 0, count, position=position)
+            for copy in self.run_copies(work_tile, run, kv_head, 0, self.copies_per_run, position=position)
         ]
 
     def run_copies(

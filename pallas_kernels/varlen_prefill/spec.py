@@ -39,7 +39,7 @@ class PrefillShape:
         q_heads: Number of query heads.
         group: Query heads per KV head.
         head: Chunks that a head is loaded in.
-        cache_tiling: How a tile of keys is fetched from a paged cache; None if keys are packed.
+        cache_tiling: How a run of keys is loaded from a paged cache; None if keys are packed.
         heads_per_l2_group: Query heads that are processed together, so that their keys and values stay in L2.
             Without tile lists only.
         block_q: Queries per block of queries, if tile lists distinguish the blocks of a query tile.
@@ -154,7 +154,7 @@ class PrefillSpec:
         run_length = shape.list_block_size or sizes.tile_kv
         runs_per_tile = sizes.tile_kv // run_length
         copies_per_stage = (
-            (1 if tiling is None else tiling.num_copies) * runs_per_tile * shape.head.num_chunks
+            (1 if tiling is None else tiling.copies_per_run) * runs_per_tile * shape.head.num_chunks
         )
         list_columns = LIST_COLUMNS if runs_per_tile == 1 else PACKED_LIST_COLUMNS
         num_warpgroups = sizes.warpgroups
@@ -486,6 +486,6 @@ def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     assert spec.quantized is not None
     assert spec.shape.cache_tiling is not None
     scale_copies = [
-        spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
+        spec.shape.cache_tiling.copies_per_run * (scale == "token") for scale in spec.quantized.scales
     ]
     return *(spec.copies_per_stage + count for count in scale_copies), 1, 1

@@ -308,7 +308,7 @@ def register_products(rows: int, n: int, k: int, dtype: Any) -> Case:
 def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
     """Return the case of copies of which each warp of a team finds its own rows: of a cache and of tokens."""
     head, rng, heads, num_blocks = head_chunks(head_dim), np.random.default_rng(3), 3, 9
-    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=is_hnd, head=head)
     shape = (heads, block_size) if is_hnd else (block_size, heads)
     cache = tiling.tile_cache(jnp.asarray(drawn(num_blocks, *shape, head_dim), jnp.bfloat16))
     tokens = head.split(jnp.asarray(drawn(70, heads, head_dim, seed=1), jnp.bfloat16))
@@ -338,7 +338,7 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
 
     def fallback(cache, tokens, table, numbers):
         results = [jax.new_ref(jnp.zeros(*result)) for result in (out, out, numbers_out)]
-        blocks, zero, kv_head = list(table[: tiling.num_copies]), jnp.int32(0), jnp.int32(1)
+        blocks, zero, kv_head = list(table[: tiling.copies_per_run]), jnp.int32(0), jnp.int32(1)
         cp_async.copy_block_rows.fallback(
             results[0], jax.new_ref(cache), blocks, zero, kv_head, tiling=tiling, num_warps=1
         )
@@ -372,7 +372,7 @@ def lookups(axes: tuple[int, ...], dtype: Any) -> Case:
 def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Case:
     """Return the case of the second tile of a list of 100 keys, of which the last 7 are not visible."""
     head = head_chunks(dim, itemsize=jnp.dtype(dtype).itemsize)
-    tiling = CacheTiling(block_size=block_size, tile_kv=1, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=1, is_hnd=is_hnd, head=head)
     per_block = (3, block_size) if is_hnd else (block_size, 3)
     cache = tiling.tile_cache(jnp.asarray(20 * drawn(7, *per_block, dim), dtype))
     ids = jnp.asarray(np.sort(np.random.default_rng(1).permutation(400)[:100]), jnp.int32)
@@ -474,14 +474,18 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
 def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) -> Case:
     """Return the case of cp.async copies of a tile of a paged cache, its scales and a tile of queries."""
     head = head_chunks(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
-    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=is_hnd, head=head)
     rng, heads, num_blocks = np.random.default_rng(3), 3, 9
     shape = (heads, block_size) if is_hnd else (block_size, heads)
     cache = tiling.tile_cache(stored(drawn(num_blocks, *shape, head_dim), cache_dtype))
     scale = tiling.tile_scale(jnp.asarray(drawn(num_blocks, heads, block_size, seed=1)))
     query = head.split(jnp.asarray(drawn(5, head_dim, seed=2), jnp.bfloat16))
-    runs = tiling.num_copies
-    places = rng.integers(num_blocks, size=runs), rng.integers(max(block_size // 64, 1), size=runs), [1]
+    num_copies = tiling.copies_per_run
+    places = (
+        rng.integers(num_blocks, size=num_copies),
+        rng.integers(max(block_size // 64, 1), size=num_copies),
+        [1],
+    )
     places = jnp.asarray(np.concatenate(places), jnp.int32)
     wide, window = jnp.asarray(drawn(16, 192, seed=4), jnp.bfloat16), (slice(None), pl.ds(64, 64))
     outs = (
@@ -495,8 +499,8 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         cache_g, scale_g, query_g, places_g, wide_g, tile_g, tile_scale_g, q_g, rows_g, tile_s, scale_s, q_s,
         rows_s,
     ):  # fmt: skip
-        blocks, indices = [[places_g[first + i] for i in range(runs)] for first in (0, runs)]
-        where = blocks, indices, places_g[2 * runs]
+        blocks, indices = [[places_g[first + i] for i in range(num_copies)] for first in (0, num_copies)]
+        where = blocks, indices, places_g[2 * num_copies]
         cp_async.copy_queries.on_gpu(q_s, query_g, head=head)
         cp_async.copy_rows.on_gpu(rows_s, wide_g.at[window])
         cp_async.commit_copies.on_gpu()
@@ -513,7 +517,7 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
 
     def fallback(cache, scale, query, places, wide):
         results = [jax.new_ref(jnp.zeros(shape, dtype)) for shape, dtype in outs]
-        where = list(places[:runs]), list(places[runs : 2 * runs]), places[2 * runs]
+        where = list(places[:num_copies]), list(places[num_copies : 2 * num_copies]), places[2 * num_copies]
         cp_async.copy_tile.fallback(results[0], jax.new_ref(cache), *where, tiling=tiling)
         cp_async.copy_token_scales.fallback(results[1], jax.new_ref(scale), *where)
         cp_async.copy_queries.fallback(results[2], jax.new_ref(query), head=head)

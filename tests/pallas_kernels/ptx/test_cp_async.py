@@ -123,13 +123,13 @@ def test_each_byte_of_a_tile_goes_where_tma_would_write_it(
     monkeypatch, block_size, is_hnd, head_dim, itemsize, head_itemsize
 ):
     head = head_chunks(head_dim, itemsize=head_itemsize)
-    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=is_hnd, head=head)
     dtype, rng = np.dtype(np.uint8 if itemsize == 1 else np.uint16), np.random.default_rng(1)
     per_block = (3, block_size) if is_hnd else (block_size, 3)
     cache = np.asarray(tiling.tile_cache(random_bytes((7, *per_block, head_dim), dtype)))
-    runs, kv_head = tiling.num_copies, 2
-    blocks = rng.integers(7, size=runs).tolist()
-    copies = rng.integers(max(block_size // 64, 1), size=runs).tolist()
+    num_copies, kv_head = tiling.copies_per_run, 2
+    blocks = rng.integers(7, size=num_copies).tolist()
+    copies = rng.integers(max(block_size // 64, 1), size=num_copies).tolist()
     tile = np.zeros((head.num_chunks, 64, head.width), dtype)
     for i, (block, copy) in enumerate(zip(blocks, copies, strict=True)):
         rows = slice(i * tiling.tokens_per_copy, (i + 1) * tiling.tokens_per_copy)
@@ -150,7 +150,7 @@ def test_each_byte_of_a_tile_goes_where_tma_would_write_it(
 @pytest.mark.parametrize("is_hnd", [False, True])
 def test_each_of_several_warps_copies_its_own_blocks(monkeypatch, block_size, num_warps, tile_kv, is_hnd):
     head, rng = head_chunks(80), np.random.default_rng(1)
-    tiling = CacheTiling(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=tile_kv, is_hnd=is_hnd, head=head)
     per_block = (3, block_size) if is_hnd else (block_size, 3)
     cache = random_bytes((7, *per_block, 80), np.dtype(np.uint16))
     by_token = cache.swapaxes(1, 2) if is_hnd else cache
@@ -180,7 +180,7 @@ def test_each_of_several_warps_copies_its_own_blocks(monkeypatch, block_size, nu
 def test_each_listed_key_goes_to_its_row(monkeypatch, block_size, is_hnd, head_dim, itemsize):
     """The list ends within the tile, and its last keys lie behind the last visible one."""
     head, rng = head_chunks(head_dim, itemsize=itemsize), np.random.default_rng(1)
-    tiling = CacheTiling(block_size=block_size, tile_kv=1, is_hnd=is_hnd, head=head)
+    tiling = CacheTiling(block_size=block_size, run_length=1, is_hnd=is_hnd, head=head)
     dtype, per_block = (
         np.dtype(np.uint8 if itemsize == 1 else np.uint16),
         (3, block_size) if is_hnd else (block_size, 3),
@@ -223,13 +223,13 @@ def test_each_token_goes_to_its_row(monkeypatch, first_token, rows_per_head, num
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
 def test_each_scale_goes_to_its_token(monkeypatch, block_size):
-    tiling = CacheTiling(block_size=block_size, tile_kv=64, is_hnd=True, head=head_chunks(64))
+    tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=True, head=head_chunks(64))
     scale = np.asarray(
         tiling.tile_scale(jnp.asarray(np.random.default_rng(0).random((7, 3, block_size), np.float32)))
     )
-    runs, rng = tiling.num_copies, np.random.default_rng(1)
-    blocks = rng.integers(7, size=runs).tolist()
-    copies = rng.integers(max(block_size // 64, 1), size=runs).tolist()
+    num_copies, rng = tiling.copies_per_run, np.random.default_rng(1)
+    blocks = rng.integers(7, size=num_copies).tolist()
+    copies = rng.integers(max(block_size // 64, 1), size=num_copies).tolist()
     machine = Machine(scale.tobytes(), 256)
     machine.patch(monkeypatch)
     scales_s = Array(np.zeros(64, np.float32))

@@ -82,7 +82,7 @@ def fetch_tile(cache, table, first_key, tiling):
         )
         key = jax.lax.axis_index("cta") + first_key
         column, copy = tiling.locate(key)
-        for j, block in enumerate(seen.ids(column, tiling.num_copies)):
+        for j, block in enumerate(seen.ids(column, tiling.copies_per_run)):
             index = tiling.gmem_index(block, copy, jnp.int32(1))
             for chunk in range(head.num_chunks):
                 source = cache_g.at[(*index, *head.gmem_index(chunk, key * 0))]
@@ -95,13 +95,13 @@ def fetch_tile(cache, table, first_key, tiling):
         plgpu.copy_smem_to_gmem(tile_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    shape = head.num_chunks, tiling.tile_kv, head.width
+    shape = head.num_chunks, tiling.run_length, head.width
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, cache.dtype),
         scratch_types=[
             plgpu.SMEM(shape, cache.dtype),
-            plgpu.Barrier(num_arrivals=tiling.num_copies * head.num_chunks),
+            plgpu.Barrier(num_arrivals=tiling.copies_per_run * head.num_chunks),
         ],
         grid=(1,),
         grid_names=("cta",),
@@ -117,7 +117,7 @@ class TestCopies:
     def test_copies_fetch_the_keys_of_the_tiles_positions(self, is_hnd, block_size, head_dim):
         rng, tile_kv = np.random.default_rng(0), 64
         tiling = CacheTiling(
-            block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_chunks(head_dim)
+            block_size=block_size, run_length=tile_kv, is_hnd=is_hnd, head=head_chunks(head_dim)
         )
         columns = -(-128 // block_size)
         table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
@@ -137,7 +137,7 @@ class TestCopies:
         assert paged_kv.cache_dims(cache, is_hnd=is_hnd) == (9, 16, 2, 64)
 
     def test_scales_are_tiled_as_the_cache(self):
-        tiling = CacheTiling(block_size=256, tile_kv=64, is_hnd=False, head=head_chunks(64))
+        tiling = CacheTiling(block_size=256, run_length=64, is_hnd=False, head=head_chunks(64))
         scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
         np.testing.assert_array_equal(tiling.tile_scale(scales)[1, 2, 3], scales[1, 2, 192:])
 
