@@ -7,11 +7,11 @@ rescale of the accumulators; the threads of a warp vote on whether a tile does. 
 that a soft cap keeps small.
 """
 
+import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -170,7 +170,7 @@ MAX_BIASED_TILE_KV = 64
 LANE_COLUMNS = 8  # a thread holds two adjacent ones of every eight columns of a tile
 
 
-# ------------------------------------------------------------------------- running-max policies
+# ------------------------------------------------------------------------- row-max policies
 class ShiftedScores(NamedTuple):
     """Scores of a tile minus row_max.
 
@@ -188,31 +188,36 @@ class ShiftedScores(NamedTuple):
     needs_rescale: Scalar | None = None
 
 
-@runtime_checkable
-class RowMaxPolicy(Protocol):
-    """Interface of the policies that choose row_max.
+@dataclasses.dataclass(frozen=True)
+class RowMaxPolicy(abc.ABC):
+    """Base class of the policies that choose row_max.
 
     The main loop calls `prescale`, masks the result, and passes it to `shift_scores`. Scores come as
     `Bias.apply` returns them; the policy applies their `scaling`.
+
+    Attributes:
+        spec: Static description of the kernel.
+        initial_row_max: The row_max of rows before their first tile.
+        tests_rescale: Whether the policy tests `needs_rescale`.
     """
 
-    @property
-    def initial_row_max(self) -> float:
-        """The row_max of rows before their first tile."""
+    initial_row_max: ClassVar[float] = -math.inf
+    tests_rescale: ClassVar[bool] = False
 
-    @property
-    def tests_rescale(self) -> bool:
-        """Whether the policy tests `needs_rescale`."""
+    spec: PrefillSpec
 
+    @abc.abstractmethod
     def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores in the form in which invisible pairs are replaced by -inf."""
 
+    @abc.abstractmethod
     def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Subtract row_max, or a new row_max, from masked scores of `prescale`.
 
         On a row's first tile `row_max` is `initial_row_max`, and the resulting alpha has no meaning.
         """
 
+    @abc.abstractmethod
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Return the sums and accumulators of the earlier tiles multiplied by alpha."""
 
@@ -233,13 +238,10 @@ def choose_row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoRowMax:
+class NoRowMax(RowMaxPolicy):
     """Policy for small scores: row_max is 0."""
 
     initial_row_max: ClassVar[float] = 0.0  # stays the row_max of all tiles
-    tests_rescale: ClassVar[bool] = False
-
-    spec: PrefillSpec
 
     def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scaled scores."""
@@ -256,39 +258,35 @@ class NoRowMax:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunningRowMax(NoRowMax):
-    """Policy whose row_max is the largest score of the row so far plus `headroom`."""
-
-    initial_row_max: ClassVar[float] = -math.inf
-
-    headroom: float = 0.0
+class RunningRowMax(RowMaxPolicy):
+    """Policy whose row_max is the largest score of the row so far."""
 
     def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores unchanged: their maximum comes first."""
         return s
 
     def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
-        """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from the scores."""
-        factor, row_term = scaling
-        tile_max = s.max(axis=1) * factor + (0.0 if row_term is None else row_term)
-        new_max = jnp.maximum(row_max, tile_max + self.headroom)
-        base = finite_row_max(new_max)
-        exponent = s * factor - broadcast_rows(base if row_term is None else base - row_term, s)
-        return ShiftedScores(exponent, new_max, jnp.exp2(row_max - base))
+        """Subtract the larger of row_max and the maximum of the tile's scores from the scores."""
+        return shift_by_tile_max(s, scaling, row_max, headroom=0.0)
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Multiply the sums by alpha in every tile."""
-        return tuple([x * broadcast_rows(alpha, x) for x in sums])
+        return multiply_rows(sums, alpha)
 
 
 @dataclasses.dataclass(frozen=True)
-class LazyRescale(RunningRowMax):
+class LazyRescale(RowMaxPolicy):
     """Policy that keeps row_max until one of the row's scores reaches it.
 
     The new row_max is the largest score plus `headroom`. Only warps with such a row compute it.
+
+    Attributes:
+        headroom: Distance of a new row_max from the row's largest score, in powers of two.
     """
 
     tests_rescale: ClassVar[bool] = True
+
+    headroom: float
 
     def prescale(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores minus row_max, which most tiles keep."""
@@ -298,9 +296,9 @@ class LazyRescale(RunningRowMax):
         return s * scaling.factor - broadcast_rows(base if row_term is None else base - row_term, s)
 
     def shift_scores(self, s: Tile, scaling: Scaling, row_max: Rows, *, is_first: bool) -> ShiftedScores:
-        """Keep row_max unless a score of the warp reaches it; a first tile is like RunningRowMax's."""
+        """Keep row_max unless a score of the warp reaches it; every row's first tile sets it."""
         if is_first:
-            return super().shift_scores(s, scaling, row_max, is_first=True)
+            return shift_by_tile_max(s, scaling, row_max, headroom=self.headroom)
         needs_rescale = warp_votes.needs_rescale(s, row_max, is_interpreted=self.spec.is_interpreted)
         exponent, row_max, alpha = lax.cond(
             needs_rescale,
@@ -325,8 +323,24 @@ class LazyRescale(RunningRowMax):
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Multiply the sums by alpha, but only in warps where alpha differs from 1."""
-        rescale = functools.partial(super().rescale, alpha, needs_rescale)
-        return lax.cond(needs_rescale, rescale, lambda sums: sums, tuple(sums))
+        return lax.cond(
+            needs_rescale, lambda sums: multiply_rows(sums, alpha), lambda sums: sums, tuple(sums)
+        )
+
+
+def shift_by_tile_max(s: Tile, scaling: Scaling, row_max: Rows, *, headroom: float) -> ShiftedScores:
+    """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from the scores."""
+    factor, row_term = scaling
+    tile_max = s.max(axis=1) * factor + (0.0 if row_term is None else row_term)
+    new_max = jnp.maximum(row_max, tile_max + headroom)
+    base = finite_row_max(new_max)
+    exponent = s * factor - broadcast_rows(base if row_term is None else base - row_term, s)
+    return ShiftedScores(exponent, new_max, jnp.exp2(row_max - base))
+
+
+def multiply_rows(tiles: Sequence[Tile], factor: Rows) -> tuple[Tile, ...]:
+    """Return the tiles with each row multiplied by its factor."""
+    return tuple([x * broadcast_rows(factor, x) for x in tiles])
 
 
 def full_rows(num: int, value: float) -> Rows:
