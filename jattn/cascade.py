@@ -12,7 +12,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
 from jattn.spec import AttentionSpec
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_int, require_positive, require_type
 
 
@@ -92,7 +92,7 @@ def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""
     rule = f"be a positive multiple of block_size ({metadata.block_size})"
     is_whole = common_prefix_len > 0 and common_prefix_len % metadata.block_size == 0
     require(is_whole, "common_prefix_len", rule, common_prefix_len)
-    if not support.is_concrete(metadata):
+    if not architectures.is_concrete(metadata):
         return
     seq_lens, has_queries = np.asarray(metadata.seq_lens), query_lens_on_host(metadata) > 0
     for r in np.flatnonzero(has_queries & (seq_lens < common_prefix_len))[:1]:
@@ -105,7 +105,7 @@ def check_causal_rows(metadata: CascadeMetadata) -> None:
     Raises:
         ValueError: If one stands before it: causal attention would attend to later keys.
     """
-    if not support.is_concrete(metadata):
+    if not architectures.is_concrete(metadata):
         return
     step, prefix_len = metadata.suffix, int(np.asarray(metadata.prefix.seq_lens)[0])
     rows = np.asarray(step.token_rows)[np.asarray(metadata.is_valid_token)]

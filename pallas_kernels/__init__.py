@@ -1,3 +1,3 @@
 """Attention kernels for NVIDIA GPUs: functions of arrays, independent of engines, requests and models."""
 
-from pallas_kernels.support import target as target
+from pallas_kernels.architectures import target as target

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pallas_kernels import support
+from pallas_kernels import architectures
 
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 def target_config(gpu: str) -> str:
     """Return XLA's description of the GPU that stands for an architecture, for ahead-of-time compilation."""
-    architecture = support.ARCHITECTURES[gpu]
+    architecture = architectures.ARCHITECTURES[gpu]
     major, minor = gpu.split(".")
     accelerated = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     return f"""
@@ -263,8 +263,8 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     # Mosaic GPU asks the local device for both, and this process has none.
     utils._infer_arch = lambda: tuple(map(int, gpu.split(".")))
-    core._SMEM_SIZE_BOUND = support.ARCHITECTURES[gpu].smem_bytes
-    with support.target(gpu):
+    core._SMEM_SIZE_BOUND = architectures.ARCHITECTURES[gpu].smem_bytes
+    with architectures.target(gpu):
         cases = importlib.import_module(module).aot_cases()
     for name in names:
         print(f"== {name}", flush=True)
@@ -275,7 +275,7 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
         donated = numbers[0] if numbers else ()
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
         try:
-            with support.target(gpu):
+            with architectures.target(gpu):
                 lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
         except NotImplementedError as error:
             if task != "lower":

@@ -3,13 +3,13 @@
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import choose_kernel
-from pallas_kernels import support
+from pallas_kernels import architectures
 
 
 def kernel_for(query, kv, metadata, spec, mask=None, score_mod=None):
     """Return the selected kernel, or the reason why there is none."""
     (region,) = region_sizes(metadata)
-    gpu = support.kernel_architecture(query)
+    gpu = architectures.kernel_architecture(query)
     return choose_kernel(layer_config(spec, kv, query.dtype, score_mod), region, mask, gpu)
 
 

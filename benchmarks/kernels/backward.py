@@ -37,9 +37,9 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
+from pallas_kernels.architectures import NUM_SMS
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.support import NUM_SMS
 
 TOLERANCE = 2e-2  # relative to the largest sampled value; the tests use a tighter bound
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -24,10 +24,10 @@ from benchmarks.kernels.score_mods import (
 )
 from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_times
 from jattn.cache.quantization import quantize_static, quantize_token_head
+from pallas_kernels.architectures import ARCHITECTURES, NUM_SMS, kernel_architecture, target
 from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
 from pallas_kernels.shared import Score
-from pallas_kernels.support import ARCHITECTURES, NUM_SMS, kernel_architecture, target
 
 CHECKED_REQUESTS = 4
 TOLERANCE = 1e-2  # relative to the largest output; the tests use a tighter bound

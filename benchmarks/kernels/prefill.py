@@ -27,10 +27,11 @@ from benchmarks.kernels.score_mods import (
     with_baselines,
 )
 from benchmarks.runner import Rows, kernel_times, wall_times
+from pallas_kernels.architectures import ARCHITECTURES, kernel_architecture, target
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.support import ARCHITECTURES, KERNELS, kernel_architecture, target
+from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_prefill import (
     CallBounds,
     PrefillSizes,

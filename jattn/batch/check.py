@@ -8,7 +8,7 @@ import numpy as np
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PackedKV
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_shape, require_type
 
 
@@ -51,7 +51,7 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
     Raises:
         ValueError: If a check fails. The message names the array, the row and the value.
     """
-    if not support.is_concrete(metadata):
+    if not architectures.is_concrete(metadata):
         raise ValueError("metadata is traced. Call check_batch outside of jax.jit.")
     is_known = cache_spec is None or isinstance(cache_spec, CacheSpec | PackedKV)
     kind = type(cache_spec).__name__
@@ -80,7 +80,7 @@ def require_no_context(metadata: BatchMetadata) -> None:
         ValueError: If a row has context: other rows' keys would be read in its place.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
-    if not support.is_concrete(metadata):
+    if not architectures.is_concrete(metadata):
         return
     step = jax.device_get(metadata)
     seq_lens, query_lens = np.asarray(step.seq_lens), query_lens_on_host(step)

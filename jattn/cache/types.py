@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.cache.spec import LAYOUTS, CacheSpec, StorageFormat
 from jattn.pytree import pytree, static
+from pallas_kernels.architectures import is_concrete
 from pallas_kernels.checks import require, require_int, require_one_of, require_shape
-from pallas_kernels.support import is_concrete
 
 type _Array = Shaped[Array, "..."] | np.ndarray
 type _Scale = Float[Array, "..."] | np.ndarray

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jattn.cache.quantization import quantize_static, quantize_token_head
 from jattn.cache.types import PagedCache, block_arrays, has_token_axis, require_distinct_arrays
 from jattn.pytree import replace
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.checks import require, require_int32s, require_shape
 
@@ -104,7 +104,7 @@ def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
         layout=cache.layout,
         kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
-        gpu=support.kernel_architecture(cache.k),
+        gpu=architectures.kernel_architecture(cache.k),
     )
 
 

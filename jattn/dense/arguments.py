@@ -12,7 +12,7 @@ from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
 from jattn.masks.base import leaves, num_rows_by_field
 from jattn.masks.documents import as_int32, has_contiguous_ids
 from jattn.spec import OTHER_NAMES, AttentionSpec
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from pallas_kernels.checks import require, require_shape, unsupported
 
 DROPOUT_ARGUMENTS = ("dropout_rng", "dropout_rate", "dropout_p", "broadcast_dropout")
@@ -93,7 +93,7 @@ def _check_documents(q: Array, k: Array, segment_ids: Any, cu_seqlens: Any) -> N
 
 def _check_bounds(cu_seqlens: Array, tokens: int) -> None:
     """Check the values of the document boundaries, if they are not traced."""
-    if not support.is_concrete(cu_seqlens):
+    if not architectures.is_concrete(cu_seqlens):
         return
     bounds = np.asarray(cu_seqlens).astype(np.int64)  # Differences of unsigned ints are never negative.
     is_valid = bounds[0] == 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= tokens
@@ -141,7 +141,7 @@ def _batch_sizes(
             max_query_end=q_tokens,
             query_ends=lambda: np.full(num_rows, q_tokens),
         )
-    if not support.is_concrete(cu_seqlens):
+    if not architectures.is_concrete(cu_seqlens):
         return BatchSizes(spec.num_q_heads, num_rows)
     lens = np.diff(np.asarray(cu_seqlens))
     max_len = int(lens.max())

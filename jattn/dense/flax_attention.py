@@ -39,8 +39,8 @@ from jattn.implementations.selection import (
 )
 from jattn.masks.checks import require_floats
 from jattn.spec import AttentionSpec
+from pallas_kernels.architectures import is_concrete
 from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported
-from pallas_kernels.support import is_concrete
 
 
 def attention_fn(

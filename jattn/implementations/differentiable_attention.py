@@ -23,7 +23,7 @@ from jattn.masks.functions import lift_captured_arrays
 from jattn.pytree import replace
 from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import forbid_derivative, unsupported, warn_caller
 
 type OutAndLse = tuple[Array, Array | None]
@@ -257,7 +257,7 @@ def _has_backward_kernel(
         is_in_order=inputs.kv.is_in_order,
         needs_slope_gradient=needs_slope_gradient,
         needs_score_mod_gradient=needs_score_mod_gradient,
-        gpu=support.kernel_architecture(inputs.query),
+        gpu=architectures.kernel_architecture(inputs.query),
     )
     if reason is None:
         return True

@@ -16,7 +16,7 @@ from jattn.batch.metadata import BatchMetadata, rows_from
 from jattn.masks.in_kernel import BlockFormula, Formula, KernelTiling, why_not_formula
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.pytree import replace
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require
 from pallas_kernels.varlen_prefill import Inverted, Joined, KernelMask
 
@@ -219,7 +219,7 @@ class Mask(abc.ABC):
                 one row per request.
         """
         bucket, counts = metadata.bucket, (metadata.num_decodes, metadata.num_prefills)
-        num_reqs = sum(map(int, counts)) if support.is_concrete(counts) else None
+        num_reqs = sum(map(int, counts)) if architectures.is_concrete(counts) else None
         for name, num_rows in num_rows_by_field(self):
             matches_num_rows = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
             expected = f"at most {bucket.max_reqs}" if num_reqs is None else num_reqs

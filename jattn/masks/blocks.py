@@ -14,7 +14,7 @@ from jattn.masks.checks import normalize_ints, require_array
 from jattn.masks.in_kernel import KernelTiling
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree, static
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_int
 from pallas_kernels.varlen_prefill import (
     MAX_KEY_BLOCKS,
@@ -138,7 +138,7 @@ class BlockMask(Mask):
         """
         first, size, q_blocks = self.first_q_block, self.block_q, self.blocks.shape[-2]
         query_ends, max_query_len = sizes.query_ends, sizes.max_query_len
-        if first is None or size is None or query_ends is None or not support.is_concrete(first):
+        if first is None or size is None or query_ends is None or not architectures.is_concrete(first):
             return
         if max_query_len is not None and q_blocks >= max_blocks_per_tile(max_query_len, size):
             return

@@ -9,7 +9,7 @@ import numpy as np
 from jattn.batch.metadata import BatchMetadata
 from jattn.masks.base import And, Mask, Not, Or, check_is_mask
 from jattn.masks.pairs import BatchSizes
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_int
 
 MAX_INT = 2**31 - 1  # Positions are int32.
@@ -38,7 +38,7 @@ def check_batch_mask(
     num_blocks = metadata.block_table.shape[1]
     max_seq_len = (num_blocks - 1) * metadata.block_size + 1 if has_cache and num_blocks else None
     query_ends: Callable[[], np.ndarray] | None = None
-    if support.is_concrete(metadata):
+    if architectures.is_concrete(metadata):
         seq_lens = np.asarray(metadata.seq_lens)
         max_seq_len = int(np.max(seq_lens, initial=0))
 

@@ -12,7 +12,7 @@ from jattn.masks.checks import require_array
 from jattn.masks.in_kernel import KernelTiling
 from jattn.masks.pairs import Coverage, Pairs, Tiles, coverage_of_ids, entry
 from jattn.pytree import pytree
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require
 from pallas_kernels.varlen_prefill import MAX_ROWS, KernelMask, Lines, RowRanges
 
@@ -115,7 +115,7 @@ def document_runs(ids: Int[Array, "*reqs positions"]) -> DocumentRuns:
 
 def has_contiguous_ids(ids: Any) -> bool:
     """Return whether equal ids are contiguous in each row; True for traced ids."""
-    if not support.is_concrete(ids):
+    if not architectures.is_concrete(ids):
         return True
     ids = np.atleast_2d(np.asarray(ids))
     if (ids[:, 1:] >= ids[:, :-1]).all():

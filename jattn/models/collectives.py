@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm, add_and_norm
 from jattn.parallel import ALL_AXES, CP, Axes
+from pallas_kernels.architectures import GPU_PLATFORMS
 from pallas_kernels.checks import require_type
-from pallas_kernels.support import GPU_PLATFORMS
 
 if TYPE_CHECKING:
     from pallas_kernels.collectives import PeerMemory

@@ -25,7 +25,7 @@ from jattn.implementations.selection import (
 from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask, check_batch_mask
 from jattn.pytree import pytree
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from pallas_kernels.checks import warn_caller
 
 COLUMNS = ("layer", "region", "implementation", "tiles", "split", "reason")
@@ -116,7 +116,7 @@ def plan_layers(
                 requested=requested,
                 is_named=implementation is not None,
                 no_kernels=no_kernels,
-                gpu=support.kernel_architecture(metadata),
+                gpu=architectures.kernel_architecture(metadata),
             )
             kernel_key = None if choice.kernel is None else kernel_plan_key(choice.kernel, spec)
             key = region.name, spec.sparsity, choice.implementation, kernel_key
@@ -128,7 +128,7 @@ def plan_layers(
             prefill=choices.get("prefill"),
             regions=(numbers.get("decode"), numbers.get("prefill")),
         )
-        if implementation is None and support.is_gpu(metadata):
+        if implementation is None and architectures.is_gpu(metadata):
             _warn_of_fallbacks(layer_plan)
         layer_plans.append(layer_plan)
     return tuple(layer_plans)

@@ -27,7 +27,7 @@ from jattn.planning.layer_plans import (
 from jattn.pytree import pytree, replace, static
 from jattn.score_mod import ScoreFunction, ScoreMod, as_score_mod
 from jattn.spec import AttentionSpec
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_type, unsupported
 
 
@@ -166,9 +166,9 @@ def plan(
             mask are passed; the message has the reason.
     """
     if device is not None:
-        support.require_known_gpu(device=device)
+        architectures.require_known_gpu(device=device)
     layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype, as_score_mod(score_mod))
-    with support.target(device):
+    with architectures.target(device):
         full_plan = build_plan(
             metadata, plan_layers(metadata, layers, mask, implementation=implementation), mask
         )
@@ -236,7 +236,7 @@ def plan_of_layer(
 
 def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
     """Build the plan of a step from its layer plans; outside jit with one call of a compiled function."""
-    build = plan_regions_jitted if support.is_concrete(metadata, mask) else plan_regions
+    build = plan_regions_jitted if architectures.is_concrete(metadata, mask) else plan_regions
     return Plan(
         regions=build(metadata, mask, layers),
         mask=mask,
@@ -302,7 +302,7 @@ def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
             f"The plan was built for {plan.bucket}, but the metadata has {metadata.bucket}. "
             "Build a plan from this metadata."
         )
-    if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):
+    if plan.seq_lens is metadata.seq_lens or not architectures.is_concrete(plan.seq_lens, metadata.seq_lens):
         return
     planned, seq_lens = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)
     if not np.array_equal(planned, seq_lens):

@@ -24,7 +24,7 @@ import numpy as np
 
 from jattn.runtime.executables import KERNEL_CALL, LONG_PYTHON_LOCK, NICENESS
 from jattn.runtime.host_transfer import TransferLayout
-from pallas_kernels import support
+from pallas_kernels import architectures
 
 # JAX options that tracing and lowering depend on.
 OPTIONS = (
@@ -107,12 +107,12 @@ class PickledStep:
         leaves = jax.tree.leaves((step.params, step.caches))
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
-        device = min(devices, default=support.device_of(), key=lambda device: device.id)
-        is_gpu = device.platform in support.GPU_PLATFORMS
+        device = min(devices, default=architectures.device_of(), key=lambda device: device.id)
+        is_gpu = device.platform in architectures.GPU_PLATFORMS
         gpu = getattr(device, "compute_capability", None) if is_gpu else None
-        if len(devices) > 1 or device.platform not in ("cpu", *support.GPU_PLATFORMS):
+        if len(devices) > 1 or device.platform not in ("cpu", *architectures.GPU_PLATFORMS):
             return None
-        if is_gpu and gpu not in support.HOPPER:  # without its GPU, JAX lowers kernels for Hopper
+        if is_gpu and gpu not in architectures.HOPPER:  # without its GPU, JAX lowers kernels for Hopper
             return None
         options = {name: getattr(jax.config, name) for name in OPTIONS}
         params, caches = _without_shardings((step.params, step.caches))
@@ -238,7 +238,7 @@ def serve() -> None:
             step, platform, gpu, options = unpickle_step(step_data)
             for name, value in options.items():
                 jax.config.update(name, value)
-            with support.target(gpu):
+            with architectures.target(gpu):
                 answer = pickle.dumps(export(step, pickle.loads(inputs), platform))
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"

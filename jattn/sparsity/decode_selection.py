@@ -16,8 +16,8 @@ from jattn.cache import CacheSpec
 from jattn.masks import BlockMask, ListedBlocks
 from jattn.masks.checks import require_array, require_ints
 from jattn.pytree import pytree
+from pallas_kernels import architectures, support
 from pallas_kernels import block_scores as kernels
-from pallas_kernels import support
 from pallas_kernels.checks import require, require_int, require_shape, require_type
 
 
@@ -232,5 +232,5 @@ def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> 
         q_heads=num_q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        gpu=support.kernel_architecture(bounds),
+        gpu=architectures.kernel_architecture(bounds),
     )

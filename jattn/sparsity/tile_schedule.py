@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from jattn.masks import BatchSizes, Coverage, Mask, check_mask, tile_coverage
 from jattn.masks.checks import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
-from pallas_kernels import support
+from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_shape
 from pallas_kernels.list_tiles import build_lists_by_sorting, encode_tiles
 
@@ -101,7 +101,7 @@ def _check_lens(seq_lens: Any, query_lens: Any, max_seq_len: int, max_query_len:
     for name, lens in (("seq_lens", seq_lens), ("query_lens", query_lens)):
         require_array(name, lens, "integer", {1: "[reqs]"})
     require_shape("query_lens", query_lens.shape, seq_lens.shape, "one entry per request")
-    if not support.is_concrete(seq_lens, query_lens):
+    if not architectures.is_concrete(seq_lens, query_lens):
         return
     keys, queries = np.asarray(seq_lens), np.asarray(query_lens)
     is_valid = bool(((queries >= 0) & (queries <= keys)).all())

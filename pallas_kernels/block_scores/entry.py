@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.architectures import ARCHITECTURES, kernel_architecture
 from pallas_kernels.block_scores.kernel import BlockScoresDims, score_tiles
 from pallas_kernels.checks import (
     forbid_kernel_derivative,
@@ -15,7 +16,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import ARCHITECTURES, KERNELS, first_reason, kernel_architecture, must_be_one_of
+from pallas_kernels.support import KERNELS, first_reason, must_be_one_of
 
 MAX_MMA_Q_HEADS = 192  # query heads without wgmma: with 256, the kernel spills registers
 KV_HEADS = (8, 16, 32, WARPGROUP_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows

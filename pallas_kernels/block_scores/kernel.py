@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.architectures import ARCHITECTURES, Architecture
 from pallas_kernels.ptx.cp_async import (
     commit_copies,
     copy_queries,
@@ -46,7 +47,6 @@ from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile, f32
-from pallas_kernels.support import ARCHITECTURES, Architecture
 
 CONSUMER, LOADER = range(2)  # warpgroups
 # Bytes of shared memory for bounds in flight, and thread blocks of the grid per SM, measured on an H200. One
@@ -66,7 +66,7 @@ class BlockScoresDims:
         head_dim: Number of elements per head, a multiple of 64.
         max_blocks: Number of columns of the block table.
         block_size: Number of keys per block.
-        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
+        gpu: Compute capability that the kernel is built for, one of architectures.ARCHITECTURES.
     """
 
     q_heads: int

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.architectures import ARCHITECTURES, kernel_architecture
 from pallas_kernels.cache_read.kernel import TILE, CacheReadDims, CacheReadInputs, read_tiles
 from pallas_kernels.checks import (
     forbid_kernel_derivative,
@@ -17,7 +18,7 @@ from pallas_kernels.checks import (
 from pallas_kernels.shared.memory import HeadChunks, head_chunks
 from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import ARCHITECTURES, kernel_architecture, why_not_read
+from pallas_kernels.support import why_not_read
 
 FIX = "Gather the blocks with jax.numpy, as jattn does with implementation='xla'"
 

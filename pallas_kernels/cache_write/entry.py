@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.cache_write.kernel import CacheWriteDims, CacheWriteRefs, SideOptions, write_rows
 from pallas_kernels.cache_write.sizes import CacheWriteSizes, default_sizes
 from pallas_kernels.checks import (
@@ -19,7 +20,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.support import kernel_architecture, why_not_write
+from pallas_kernels.support import why_not_write
 
 FIX = "Pass implementation='xla' to write_kv"
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.checks import require_positive
-from pallas_kernels.support import ARCHITECTURES
 
 SHARED_MEMORY = 96 * 1024  # bytes of shared memory per thread block, so that two fit an SM
 

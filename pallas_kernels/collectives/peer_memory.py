@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from pallas_kernels.architectures import GPU_PLATFORMS
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 from pallas_kernels.collectives.ipc_memory import Addresses, share_memory
 from pallas_kernels.collectives.ptx.exchange import COUNTERS, EMPTY, MAX_BLOCKS, block_bytes_of, memory_bytes
 from pallas_kernels.collectives.support import why_not_peer_memory
-from pallas_kernels.support import GPU_PLATFORMS
 
 _FIX = "Use jax.lax.psum on these devices"
 

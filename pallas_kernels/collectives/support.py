@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.architectures import GPU_PLATFORMS
 from pallas_kernels.collectives.cuda_driver import Driver, DriverError
 from pallas_kernels.collectives.ipc_memory import why_not_shared
-from pallas_kernels.support import DTYPES, GPU_PLATFORMS, why_not_device
+from pallas_kernels.support import DTYPES, why_not_device
 
 MAX_PEERS = 8
 

@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.checks import forbid_kernel_derivative, require, require_axes, require_shape, unsupported
 from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, GroupedMatmulDims, multiply_tiles
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import kernel_architecture, why_not_grouped_matmul
+from pallas_kernels.support import why_not_grouped_matmul
 
 FIX = "Pass implementation='xla' to jattn.models.experts.Experts"
 

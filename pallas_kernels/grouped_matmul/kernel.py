@@ -23,12 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.architectures import ARCHITECTURES, Architecture
 from pallas_kernels.ptx.cp_async import commit_copies, copy_rows, wait_for_warpgroup
 from pallas_kernels.ptx.tile_mma import multiply_tiles as multiply_by_mma
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL, store_unoptimized, swizzle_transforms, swizzled_smem
 from pallas_kernels.shared.types import Interpret, Ref, Scalar, Slice, Tile, f32
-from pallas_kernels.support import ARCHITECTURES, Architecture
 
 TILE_ROWS = 2 * WARPGROUP_ROWS  # rows per thread block, which has two compute warpgroups
 TILE_INPUTS = PANEL  # inputs per stage of both operands: one row of the swizzle
@@ -48,7 +48,7 @@ class GroupedMatmulDims:
         inputs: Number of elements of a row of `x`; products are summed over them.
         outputs: Number of columns of the result.
         outputs_first: Whether the matrices are [outputs, inputs] instead of [inputs, outputs].
-        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
+        gpu: Compute capability that the kernel is built for, one of architectures.ARCHITECTURES.
     """
 
     inputs: int

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.checks import (
     check_heads,
     check_scale,
@@ -28,7 +29,7 @@ from pallas_kernels.shared.paged_kv import KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import kernel_architecture, why_not_decode
+from pallas_kernels.support import why_not_decode
 
 LIST_BLOCK_SIZES = (1, 16, 32, 64, 128, 256)
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.paged_decode.span import Segment, TileKeys
 from pallas_kernels.paged_decode.spec import DecodeSmem, DecodeSpec
 from pallas_kernels.ptx.warp_mma import (
@@ -30,7 +31,6 @@ from pallas_kernels.shared.layouts import COLUMN, WGMMA
 from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile, f32
-from pallas_kernels.support import ARCHITECTURES
 
 # f16 probabilities go up to 2 ** 14 instead of 1: otherwise small probabilities and small scales would lose
 # bits as subnormals.

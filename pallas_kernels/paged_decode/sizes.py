@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.architectures import ARCHITECTURES, NUM_SMS
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
 from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.shared.memory import head_chunks
-from pallas_kernels.support import ARCHITECTURES, NUM_SMS, why_not_head_dim
+from pallas_kernels.support import why_not_head_dim
 
 MAX_ROWS = 64
 
@@ -30,7 +31,7 @@ class DecodeSizes:
             balance the load.
         per_warp_mma: Whether each warp computes separate matrix products (WarpMma) instead of one product per
             warpgroup (WarpgroupMma). Requires tile_kv=64.
-        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
+        gpu: Compute capability that the kernel is built for, one of architectures.ARCHITECTURES.
         uses_tma: Whether a loader warp fills the stages by TMA. Otherwise the consumer does, by cp.async, and
             per_warp_mma must be True.
         keys_per_unit: Number of keys per unit of the schedule: those of a fixed split, or of a tile.

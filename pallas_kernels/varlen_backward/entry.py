@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.checks import (
     check_heads,
     check_supported,
@@ -32,7 +33,7 @@ from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, in_log2
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.support import kernel_architecture, why_not_backward
+from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs

@@ -3,11 +3,12 @@
 import dataclasses
 import itertools
 
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, WARP_RESERVED_BYTES
+from pallas_kernels.support import WARP_RESERVED_BYTES
 from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, MaskBlocks, PrefillSizes
 
 WARPGROUPS = 2  # computing warpgroups

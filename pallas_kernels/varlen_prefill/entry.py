@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.checks import (
     check_heads,
     check_scale,
@@ -26,7 +27,7 @@ from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import kernel_architecture, why_not_dequantize, why_not_prefill
+from pallas_kernels.support import why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.combine import combine_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask

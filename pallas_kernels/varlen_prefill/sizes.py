@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.architectures import ARCHITECTURES, NUM_SMS
 from pallas_kernels.checks import require, require_one_of, require_positive
 from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, NUM_SMS
 
 PACK_GQA_CHOICES = (1, 2, 4, 8)  # each head keeps a multiple of 8 rows, the unit in which TMA fills tiles
 MAX_SPLITS = 16
@@ -46,7 +46,7 @@ class PrefillSizes:
             another one loads by TMA. Requires teams=1 and query_buffers=1.
         warp_rows: Number of query rows per warp: 16, or 32 with per_warp_mma. With 32 rows a warp uses each
             key and value that it loads from shared memory twice.
-        gpu: Compute capability that the kernel is built for, one of support.ARCHITECTURES.
+        gpu: Compute capability that the kernel is built for, one of architectures.ARCHITECTURES.
         team_size: Number of warpgroups that share one query tile.
         warpgroup_rows: Number of query rows per warpgroup.
         tile_q: Number of query rows per tile.

@@ -6,6 +6,7 @@ Lowering needs no GPU and no CUDA: Pallas says there what it cannot compile.
 import functools
 import inspect
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.list_tiles import encode_tiles, list_tiles
@@ -417,60 +418,24 @@ def test_default_sizes_refuses_an_unsupported_head_dim():
         default_sizes(112, rows=1, kv_dtypes=("int8", "int8"))
 
 
-class OtherDevice:
-    """Stand-in for JAX's default device."""
-
-    platform, id = "elsewhere", 0
-
-
-def test_device_of_returns_the_first_arrays_device(monkeypatch):
-    array = jnp.zeros(2)
-    cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(jax, "devices", lambda platform=None: [cpu if platform == "cpu" else OtherDevice()])
-    device_of = getattr(support.device_of, "__wrapped__", support.device_of)  # OtherDevice is no jax.Device
-    platform_of = lambda *trees: device_of(*trees).platform
-    assert platform_of([np.zeros(2), None], {"a": array}) == "cpu"
-    assert platform_of(np.zeros(2)) == platform_of() == "elsewhere"
-    traced = []
-    jax.eval_shape(lambda x: traced.append(platform_of(x)), array)
-    assert traced == ["elsewhere"]
-    for default in (cpu, "cpu"):
-        with jax.default_device(default):
-            assert platform_of() == "cpu"
-
-
 def test_why_not_on_names_the_platform_or_the_compute_capability(monkeypatch):
     assert "JAX's platform here is 'cpu'" in support.why_not_on(jnp.zeros(1))
-    older = OtherDevice()
-    older.platform, older.compute_capability = "gpu", "7.5"
-    monkeypatch.setattr(support, "device_of", lambda *_: older)
+    device = types.SimpleNamespace(platform="gpu", compute_capability="7.5")
+    monkeypatch.setattr(architectures, "device_of", lambda *_: device)
     assert support.why_not_on().endswith("12.0, 12.1, and this GPU has 7.5")
-    for capability in support.ARCHITECTURES:
-        older.compute_capability = capability
+    for capability in architectures.ARCHITECTURES:
+        device.compute_capability = capability
         assert support.why_not_on() is None
 
 
 def test_why_not_kernel_on_names_the_kernel_and_its_architectures():
-    with support.target("a100"):
+    with architectures.target("a100"):
         assert support.why_not_kernel_on("add_norm", jnp.zeros(1)) is None
         reason = support.why_not_kernel_on("all_reduce", jnp.zeros(1))
     assert reason == "all_reduce is compiled for compute capability 9.0, 10.0, 10.3, and this GPU has 8.0"
     assert "'cpu'" in support.why_not_kernel_on("add_norm", jnp.zeros(1))
 
 
-def test_kernels_are_built_for_the_target_then_for_the_device_then_for_hopper(monkeypatch):
-    assert support.kernel_architecture(jnp.zeros(1)) == "9.0"  # interpret mode on a CPU
-    device = OtherDevice()
-    device.platform, device.compute_capability = "gpu", "8.9"
-    monkeypatch.setattr(support, "device_of", lambda *_: device)
-    assert support.kernel_architecture() == "8.9"
-    with support.target("rtx5090"):
-        assert support.kernel_architecture() == "12.0"
-    device.compute_capability = "7.5"
-    assert support.kernel_architecture() == "9.0"
-
-
-def test_each_gpu_name_has_a_known_architecture():
-    assert set(support.GPUS.values()) == set(support.ARCHITECTURES)
+def test_each_kernel_is_built_for_known_architectures():
     for kernel in support.KERNELS.values():
-        assert set(kernel.compute_capabilities) <= set(support.ARCHITECTURES)
+        assert set(kernel.compute_capabilities) <= set(architectures.ARCHITECTURES)

@@ -15,7 +15,7 @@ import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
 from jattn.planning import COLUMNS, table_rows
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from tests.contract import AttentionContract, Problem
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2}
@@ -31,7 +31,7 @@ def batch(query_lens=(1, 1, 5), seq_lens=(41, 8, 5), **changes):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(support, "why_not_on", lambda *_: None)
-    monkeypatch.setattr(support, "is_gpu", lambda *_: True)
+    monkeypatch.setattr(architectures, "is_gpu", lambda *_: True)
 
 
 def choices_of(plan, layer=0):
@@ -117,9 +117,9 @@ class TestChoice:
         metadata = batch()
         jattn.plan(metadata, SPEC, CACHE)
         assert arguments_checked == [(metadata,)]
-        assert support.device_of(metadata) == jax.devices()[0]
+        assert architectures.device_of(metadata) == jax.devices()[0]
         with jax.default_device("cpu"):
-            assert support.device_of().platform == "cpu"
+            assert architectures.device_of().platform == "cpu"
 
 
 class TestDevice:
@@ -131,21 +131,21 @@ class TestDevice:
             assert "mosaic_gpu" in text
             assert "xla" not in text
 
-    @pytest.mark.parametrize("gpu", support.ARCHITECTURES)
+    @pytest.mark.parametrize("gpu", architectures.ARCHITECTURES)
     def test_decode_is_planned_with_the_sizes_of_the_architecture(self, gpu):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             plan = jattn.plan(batch([1], [9]), SPEC, CACHE, device=gpu)
         sizes = plan.layers[0].decode.kernel.sizes
-        assert (sizes.gpu, sizes.uses_tma) == (gpu, support.ARCHITECTURES[gpu].has_tma)
+        assert (sizes.gpu, sizes.uses_tma) == (gpu, architectures.ARCHITECTURES[gpu].has_tma)
 
-    @pytest.mark.parametrize("gpu", support.ARCHITECTURES)
+    @pytest.mark.parametrize("gpu", architectures.ARCHITECTURES)
     def test_prefill_is_planned_with_the_sizes_of_the_architecture(self, gpu):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             plan = jattn.plan(batch([4], [9]), SPEC, CACHE, device=gpu)
         sizes = plan.layers[0].prefill.kernel.sizes
-        has_wgmma = support.ARCHITECTURES[gpu].has_wgmma
+        has_wgmma = architectures.ARCHITECTURES[gpu].has_wgmma
         assert (sizes.gpu, sizes.per_warp_mma) == ("9.0" if has_wgmma else gpu, not has_wgmma)
 
     def test_plan_for_a_gpu_without_a_kernel_has_the_reason(self, monkeypatch):

@@ -22,7 +22,7 @@ from jattn.implementations.mosaic_gpu.tile_lists import (
 from jattn.masks import Mask
 from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
-from pallas_kernels import support
+from pallas_kernels import architectures, support
 from pallas_kernels import varlen_backward as kernel
 from pallas_kernels.shared import Interpret
 
@@ -156,7 +156,7 @@ def _call_kernel(
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
-    sizes = backward_sizes(mask, spec, mean_len=mean_len, gpu=support.kernel_architecture(query))
+    sizes = backward_sizes(mask, spec, mean_len=mean_len, gpu=architectures.kernel_architecture(query))
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,

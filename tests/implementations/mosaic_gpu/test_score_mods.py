@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
-from pallas_kernels import support
+from pallas_kernels import architectures
 from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
@@ -67,14 +67,14 @@ def check(function, lens, *, gpu=None, **options):
     mask = MASKS[options.get("mask")]
     problem, modifiers = problem_of(function, lens, **options)
     query, score_mod = jnp.asarray(problem.query), score_functions.score_mod(function)
-    with support.target(gpu):
+    with architectures.target(gpu):
         kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
     sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
     run = functools.partial(
         mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
         kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
     )  # fmt: skip
-    with support.target(gpu):
+    with architectures.target(gpu):
         problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
 
 
@@ -90,7 +90,7 @@ def check_gradients(function, lens=None, *, gpu=None, **options):
         out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
         grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
     )  # fmt: skip
-    with support.target(gpu):
+    with architectures.target(gpu):
         grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
     oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))
 

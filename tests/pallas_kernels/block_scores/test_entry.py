@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.sparsity.decode_selection import KeyBounds, select_blocks
 from jattn.sparsity.decode_selection import block_scores as by_xla
+from pallas_kernels.architectures import ARCHITECTURES, target
 from pallas_kernels.block_scores import (
     MAX_LEN,
     MAX_SHORT_ROW_LEN,
@@ -21,7 +22,6 @@ from pallas_kernels.block_scores import (
     top_p_threshold,
     why_not_block_scores,
 )
-from pallas_kernels.support import ARCHITECTURES, target
 from tests import aot
 
 INTERPRET = plgpu.InterpretGPUParams()

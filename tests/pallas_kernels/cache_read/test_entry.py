@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.architectures import ARCHITECTURES, target
 from pallas_kernels.cache_read import cache_read, padded_len
-from pallas_kernels.support import ARCHITECTURES, target, why_not_read
+from pallas_kernels.support import why_not_read
 from tests import aot, assertions
 from tests.covering_array import covering_array
 

@@ -11,8 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.cache.quantization import quantize_static, quantize_token_head
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.cache_write import CacheWriteSizes, cache_write, reference
-from pallas_kernels.support import ARCHITECTURES, why_not_write
+from pallas_kernels.support import why_not_write
 from tests import aot
 from tests.contract import case_id
 from tests.covering_array import covering_array

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.architectures import ARCHITECTURES, target
 from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_matmul_reference
 from pallas_kernels.grouped_matmul.kernel import GroupedMatmulDims, num_mma_stages
-from pallas_kernels.support import ARCHITECTURES, target
 from tests import aot, assertions
 from tests.contract import case_id
 from tests.covering_array import covering_array

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.list_tiles import (
     MAX_QUERY_BLOCKS,
     QUERY_BLOCK_SHIFT,
@@ -13,7 +14,6 @@ from pallas_kernels.list_tiles import (
     list_tiles,
 )
 from pallas_kernels.ptx.list_tiles import list_tiles as kernel
-from pallas_kernels.support import ARCHITECTURES
 from tests import aot
 
 OTHER_GPUS = sorted(set(ARCHITECTURES) - {"9.0"})

@@ -6,11 +6,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode import BlockList, default_sizes, paged_decode
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import kernel_architecture
 
 FEATURES = {
     "plain": {},

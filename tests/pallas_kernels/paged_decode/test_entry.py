@@ -12,12 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
+from pallas_kernels.architectures import ARCHITECTURES, target
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, make_schedule, paged_decode, reference
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
 from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, target, why_not_decode, why_not_on
+from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, assertions
 from tests.contract import SCORE_FACTORS, Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array, select_each_value

@@ -10,8 +10,9 @@ import numpy as np
 import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
+from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import KERNELS, kernel_architecture, why_not_backward
+from pallas_kernels.support import KERNELS, why_not_backward
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
 from tests.masks.custom_masks import KeyRanges
 

@@ -8,9 +8,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import support, target
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import ARCHITECTURES, KERNELS, WARP_RESERVED_BYTES
+from pallas_kernels.support import KERNELS, WARP_RESERVED_BYTES
 from pallas_kernels.varlen_backward import default_sizes, varlen_backward
 from tests import aot, assertions
 from tests.covering_array import select_each_value

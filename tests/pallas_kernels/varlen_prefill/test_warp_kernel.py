@@ -6,8 +6,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import target
+from pallas_kernels.architectures import ARCHITECTURES
 from pallas_kernels.shared.memory import HEAD_DIMS, head_chunks
-from pallas_kernels.support import ARCHITECTURES
 from pallas_kernels.varlen_prefill import CallBounds, MaskBlocks, PrefillSizes, default_sizes
 from pallas_kernels.varlen_prefill.sizes import COLUMN_BYTES, CTA_BYTES, MAX_SPLITS
 from tests import aot, contract
