@@ -224,7 +224,8 @@ def test_columns_are_not_gathered_if_biases_depend_on_positions(monkeypatch, cha
     spec, mask = jattn.AttentionSpec(**heads, **changes), slashed(5, rows=1, tokens=40)
     metadata = jattn.build_batch_metadata([33], [33], [[1, 2, 3]], block_size=16)
     options = {"mask": mask, "alibi_slopes": slopes, "implementation": "mosaic_gpu"}
-    jattn.attend(jnp.zeros((33, 4, 64), jnp.bfloat16), CACHE, metadata, spec, **options)
+    query = jax.ShapeDtypeStruct((33, 4, 64), jnp.bfloat16)
+    jax.eval_shape(functools.partial(jattn.attend, spec=spec, **options), query, CACHE, metadata=metadata)
     assert [call.args[1].shape[-2] for call in kernel.call_args_list] == calls
 
 
