@@ -10,7 +10,7 @@ import pytest
 import jattn
 from jattn.pytree import replace
 from tests import oracle_gradients
-from tests.contract import FACTORS, Problem, case_id
+from tests.contract import FACTORS, Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
 from tests.masks.test_attend_with_masks import MASKS
 
@@ -73,7 +73,7 @@ def gradients(problem, mask, loss_weights, implementation="xla", query=None, ret
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", mark_every_second_slow(CASES), ids=case_id)
 def test_gradients_equal_float64_for_every_pair_of_features(case):
     problem, mask = make(case)
     loss_weights = oracle_gradients.draw_weights(problem)
