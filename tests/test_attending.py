@@ -17,12 +17,24 @@ from jattn.implementations.mosaic_gpu import attention, block_lists, kernel_sele
 from jattn.implementations.selection import first_supported, requested_implementations
 from pallas_kernels import support
 from tests import oracle
-from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
+from tests.contract import (
+    CASES,
+    FACTORS,
+    AttentionContract,
+    Problem,
+    allowed,
+    case_id,
+    mark_every_second_slow,
+)
 
 
 @pytest.mark.kernels
 class TestReference(AttentionContract):
     implementation = "reference"
+
+    @pytest.mark.parametrize("case", mark_every_second_slow(CASES), ids=case_id)
+    def test_attend_equals_float64_for_combinations_of_features(self, case):
+        super().test_attend_equals_float64_for_combinations_of_features(case)
 
 
 class TestXla(AttentionContract):
