@@ -100,7 +100,9 @@ def _norm(x, weight):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("gpu", ["9.0", "8.0", "8.9", "12.0"])
+@pytest.mark.parametrize(
+    "gpu", ["9.0", "8.0", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in ("8.9", "12.0"))]
+)
 def test_shipped_kernels_compile_without_spills(gpu):
     aot.require_plugin()
     names = list(aot_cases())[:: 1 if gpu == "9.0" else 5]
