@@ -43,10 +43,22 @@ def test_no_array_of_the_size_of_the_keys_is_padded_or_concatenated(name):
 SEVERAL_TILES, PART_OF_A_TILE = ((147, 1, 119), (150, 4, 123)), ((33,), (17,))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("lens", "head_dim"), [*((SEVERAL_TILES, dim) for dim in (64, 96, 128)), (PART_OF_A_TILE, 128)]
+    ("lens", "head_dim", "is_deterministic"),
+    [
+        (SEVERAL_TILES, 64, False),
+        pytest.param(SEVERAL_TILES, 96, False, marks=SLOW),
+        pytest.param(SEVERAL_TILES, 128, False, marks=SLOW),
+        (PART_OF_A_TILE, 128, False),
+        pytest.param(SEVERAL_TILES, 64, True, marks=SLOW),
+        (SEVERAL_TILES, 96, True),
+        (SEVERAL_TILES, 128, True),
+        pytest.param(PART_OF_A_TILE, 128, True, marks=SLOW),
+    ],
 )
-@pytest.mark.parametrize("is_deterministic", [False, True])
 def test_gradients_of_odd_numbers_of_tokens_equal_float64(lens, head_dim, is_deterministic):
     """The incomplete group of 8 rows, which only the tail has, contains tokens, and then 3 rows of NaN."""
     query_lens, seq_lens = lens
@@ -58,12 +70,12 @@ def test_gradients_of_odd_numbers_of_tokens_equal_float64(lens, head_dim, is_det
     problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
 
-def test_backward_copies_neither_its_arrays_nor_its_gradients():
+@pytest.mark.parametrize("head_dim", [96, pytest.param(128, marks=SLOW)])
+def test_backward_copies_neither_its_arrays_nor_its_gradients(head_dim):
+    """Kernels of heads of 128 read the outputs themselves, so XLA has fewer arrays to copy."""
     aot.require_plugin()
-    names = [f"d{head_dim}-dq_kernel" for head_dim in (96, 128)]
-    copied = aot.copied_bytes(CASES, names)
-    key_bytes = {name: math.prod(aot_cases()[name][1][0]["key"].shape) * 2 for name in names}
-    assert {name: num_bytes for name, num_bytes in copied.items() if num_bytes >= key_bytes[name]} == {}
+    name = f"d{head_dim}-dq_kernel"
+    assert aot.copied_bytes(CASES, [name])[name] < math.prod(aot_cases()[name][1][0]["key"].shape) * 2
 
 
 def test_mma_instructions_are_not_serialized_for_odd_numbers_of_tokens():
