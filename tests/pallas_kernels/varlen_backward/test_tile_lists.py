@@ -122,7 +122,12 @@ def one_block(sizes):
 
 class TestContract:
     @pytest.mark.parametrize(
-        "name", [pytest.param("blocks_of_128", marks=pytest.mark.slow), "vertical_slash", "formula", "pairs"]
+        "name",
+        [
+            *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks_of_128", "vertical_slash")),
+            "formula",
+            "pairs",
+        ],
     )
     def test_gradients_under_masks_equal_float64(self, name):
         problem = problem_of(name)
@@ -132,7 +137,9 @@ class TestContract:
         problem = problem_of("documents_and_window", head_dim=96, window=(60, 0))
         problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
 
-    @pytest.mark.parametrize("name", ["documents", "prefix", "vertical_slash", "formula"])
+    @pytest.mark.parametrize(
+        "name", ["documents", "prefix", "vertical_slash", pytest.param("formula", marks=pytest.mark.slow)]
+    )
     def test_query_kernel_equals_float64(self, name):
         """The next two tests have masks of blocks."""
         problem = problem_of(name)
