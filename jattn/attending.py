@@ -19,6 +19,7 @@ from jattn.cascade import CascadeMetadata, check_causal_rows, why_not_cascade
 from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
 from jattn.implementations.differentiable_attention import reject_gradient_over_cache
 from jattn.implementations.layer_config import layer_config
+from jattn.implementations.region_inputs import RegionInputs
 from jattn.implementations.selection import ImplementationArg
 from jattn.masks import Mask
 from jattn.masks.base import check_is_mask
@@ -230,65 +231,34 @@ def attend_regions(
             end = batch.first_row + batch.metadata.bucket.max_reqs
             starts = rows_from(kv.kv_start_loc, batch.first_row, end)
             kv = replace(kv, kv_start_loc=starts, is_in_order=kv.is_in_order and batch.first_row == 0)
-        mod = None if score_mod is None else score_mod.from_row(batch.first_row)
+        inputs = RegionInputs(
+            query=q,
+            kv=kv,
+            metadata=batch.metadata,
+            spec=spec,
+            mask=region.mask,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            score_mod=None if score_mod is None else score_mod.from_row(batch.first_row),
+        )
+        lse: Array | None
         if choice.implementation == "reference":
-            lse: Array | None
-            out, lse = reference.attend(
-                q,
-                kv,
-                batch.metadata,
-                spec,
-                mask=region.mask,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                score_mod=mod,
-            )
+            out, lse = reference.attend(inputs)
         elif isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
             out, lse = differentiable_attention.attend(
-                q,
-                kv,
-                batch.metadata,
-                spec,
+                inputs,
                 choice,
-                mask=region.mask,
-                query_tiles=region.query_tiles,
-                kernel_plan=region.kernel_plan,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                score_mod=mod,
+                region.query_tiles,
+                region.kernel_plan,
                 return_lse=return_lse,
                 saved_outputs=saved_outputs,
             )
         else:
-            q, kv, region_sinks, slopes, mod = reject_gradient_over_cache(
-                (q, kv, sinks, alibi_slopes, mod), choice.implementation
-            )
+            inputs = reject_gradient_over_cache(inputs, choice.implementation)
             if choice.kernel is None:
-                out, lse = xla.attend(
-                    q,
-                    kv,
-                    batch.metadata,
-                    spec,
-                    tiles=region.query_tiles,
-                    mask=region.mask,
-                    sinks=region_sinks,
-                    alibi_slopes=slopes,
-                    score_mod=mod,
-                )
+                out, lse = xla.attend(inputs, region.query_tiles)
             else:
-                out, lse = mosaic_gpu.attend(
-                    q,
-                    kv,
-                    batch.metadata,
-                    spec,
-                    choice.kernel,
-                    region.kernel_plan,
-                    mask=region.mask,
-                    sinks=region_sinks,
-                    alibi_slopes=slopes,
-                    score_mod=mod,
-                    return_lse=return_lse,
-                )
+                out, lse = mosaic_gpu.attend(inputs, choice.kernel, region.kernel_plan, return_lse=return_lse)
         outs.append(out)
         lses.append(lse)
     if not outs:

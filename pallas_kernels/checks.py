@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -202,12 +203,11 @@ def check_supported(kernel: str, reason: str | None) -> None:
 
 
 # ------------------------------------------------------------------------------------- derivatives
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def forbid_derivative[Tree](arrays: Tree, derivative: str, reason: str, fix: str) -> Tree:
     """Return `arrays` unchanged, such that differentiating anything computed from them raises.
 
     Args:
-        arrays: Tree of arrays.
+        arrays: Tree of arrays. Those that are not of float dtype have no derivative in any case.
         derivative: Derivative that does not exist, such as "second derivatives of attention".
         reason: Clause that says why it does not exist.
         fix: Instruction that says what to do instead, without a final period.
@@ -215,10 +215,20 @@ def forbid_derivative[Tree](arrays: Tree, derivative: str, reason: str, fix: str
     Raises:
         NotImplementedError: If the result is differentiated, in forward or reverse mode.
     """
-    return arrays
+
+    def forbid(array: Any) -> Any:
+        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+        return _forbid_derivative(array, derivative, reason, fix) if is_float else array
+
+    return jax.tree.map(forbid, arrays)
 
 
-@forbid_derivative.defjvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _forbid_derivative(array: Any, derivative: str, reason: str, fix: str) -> Any:
+    return array
+
+
+@_forbid_derivative.defjvp
 def _raise_unsupported(derivative: str, reason: str, fix: str, primals: Any, tangents: Any) -> Any:
     raise unsupported(derivative, reason, fix)
 

@@ -3,6 +3,7 @@
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import choose_kernel
+from jattn.implementations.region_inputs import RegionInputs
 from pallas_kernels import architectures
 
 
@@ -13,11 +14,9 @@ def kernel_for(query, kv, metadata, spec, mask=None, score_mod=None):
     return choose_kernel(layer_config(spec, kv, query.dtype, score_mod), region, mask, gpu)
 
 
-def attend_region(
-    query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, score_mod=None, **options
-):
+def attend_region(query, kv, metadata, spec, *, return_lse=True, interpret=None, **modifiers):
     """Return the output and the log-sum-exp of a step that consists of one region."""
-    kernel = kernel_for(query, kv, metadata, spec, mask, score_mod)
+    inputs = RegionInputs(query=query, kv=kv, metadata=metadata, spec=spec, **modifiers)
+    kernel = kernel_for(query, kv, metadata, spec, inputs.mask, inputs.score_mod)
     assert not isinstance(kernel, str), kernel
-    modifiers = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
-    return mosaic_gpu.attend(query, kv, metadata, spec, kernel, None, **modifiers, **options)
+    return mosaic_gpu.attend(inputs, kernel, return_lse=return_lse, interpret=interpret)

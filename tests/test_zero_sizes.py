@@ -8,6 +8,7 @@ from flax import nnx
 
 import jattn
 from jattn.implementations import reference, xla
+from jattn.implementations.region_inputs import RegionInputs
 from jattn.vllm.cuda_graphs import pad_batch_for_graph
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
@@ -74,13 +75,10 @@ class TestBatches:
 
 @pytest.mark.parametrize("attend", [xla.attend, reference.attend])
 def test_attention_without_keys_returns_zeros(attend):
-    options = {"mask": None, "sinks": None, "alibi_slopes": None} | (
-        {"tiles": None} if attend is xla.attend else {}
-    )
     metadata = jattn.build_batch_metadata([1], [1], None, block_size=4)
     packed = jattn.PackedKV(k=NO_KEYS, v=NO_KEYS, kv_start_loc=jnp.zeros(1, jnp.int32))
     for kv in (packed, create()):
-        out, lse = attend(jnp.ones((1, 4, 16)), kv, metadata, SPEC, **options)
+        out, lse = attend(RegionInputs(query=jnp.ones((1, 4, 16)), kv=kv, metadata=metadata, spec=SPEC))
         assert (np.asarray(out) == 0).all()
         assert np.isneginf(lse).all()
 

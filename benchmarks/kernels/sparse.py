@@ -15,6 +15,7 @@ from benchmarks.kernels import sparse_decode
 from benchmarks.runner import Rows, kernel_times
 from jattn import masks
 from jattn.implementations import xla
+from jattn.implementations.region_inputs import RegionInputs
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import select_prefill_blocks
 
@@ -203,7 +204,7 @@ class Step:
         )
         self.run_xla = jax.jit(
             lambda query, kv, metadata, mask: xla.attend(
-                query, kv, metadata, SPEC, tiles=None, mask=mask, sinks=None, alibi_slopes=None
+                RegionInputs(query=query, kv=kv, metadata=metadata, spec=SPEC, mask=mask)
             )[0]
         )
 

@@ -11,23 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import round_token_head
+from jattn.implementations.region_inputs import RegionInputs
 from jattn.masks import Mask, Pairs
-from jattn.score_mod import ScoreMod, visible_pairs
+from jattn.score_mod import visible_pairs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
 def attend(
-    query: Float[Array, "tokens q_heads head_dim"],
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    *,
-    mask: Mask | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    score_mod: ScoreMod | None = None,
+    inputs: RegionInputs,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Return output and log-sum-exp of every token, as `jattn.attend` defines them."""
+    query, kv, metadata, spec = inputs.query, inputs.kv, inputs.metadata, inputs.spec
     tokens = query.shape[0]
     if tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
@@ -45,7 +39,9 @@ def attend(
         k, v = keys_and_values(kv, metadata, row, dtype)  # [kv_heads, keys, head_dim]
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
-        visible = is_visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
+        visible = is_visible(
+            spec, inputs.mask, row, positions, k_positions, is_prefill
+        )  # [q_heads, tokens, keys]
         is_row_token = (metadata.token_rows == row) & metadata.is_valid_token
         visible &= (is_row_token[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
         k, v = (jnp.where(visible.any(axis=1)[..., None], x, 0.0) for x in (k, v))
@@ -53,13 +49,13 @@ def attend(
         s = jnp.einsum("htd,hkd->htk", row_q, k, precision="highest") * spec.softmax_scale
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
-        if alibi_slopes is not None:
-            s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
-        if score_mod is not None:
+        if inputs.alibi_slopes is not None:
+            s += alibi_bias(spec, inputs.alibi_slopes.astype(dtype), positions, k_positions)
+        if inputs.score_mod is not None:
             heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)[:, None, None]
             pairs = (row, heads, positions[None, :, None], k_positions[None, None, :])
-            s = score_mod(jnp.where(visible, s, 0.0), *visible_pairs(visible, *pairs))
-        out, lse = softmax_average(jnp.where(visible, s, -jnp.inf), v, sinks)
+            s = inputs.score_mod(jnp.where(visible, s, 0.0), *visible_pairs(visible, *pairs))
+        out, lse = softmax_average(jnp.where(visible, s, -jnp.inf), v, inputs.sinks)
         outs, lses = carry
         return (
             jnp.where(is_row_token[None, :, None], out, outs),

@@ -19,6 +19,8 @@ import jattn
 from jattn import masks
 from jattn.dense import attention, per_shard
 from jattn.implementations import mosaic_gpu, xla
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
+from jattn.pytree import replace
 from pallas_kernels import support
 from tests.dense.explicit_attention import (
     BOTH,
@@ -149,27 +151,14 @@ def opaque(x: jax.Array) -> jax.Array:
     return solved.reshape(x.shape).astype(x.dtype)
 
 
-def kernel(query: Any, kv: Any, metadata: Any, spec: Any, *_: Any, return_lse: bool, **options: Any) -> Any:
+def kernel(inputs: RegionInputs, *_: Any, return_lse: bool) -> Any:
     """Stand in for the forward kernel, as opaque to XLA as a kernel."""
-    return xla.attend(opaque(query), kv, metadata, spec, tiles=None, **options)
+    return xla.attend(replace(inputs, query=opaque(inputs.query)))
 
 
-def gradients(
-    query: Any,
-    kv: Any,
-    metadata: Any,
-    spec: Any,
-    *,
-    mask: Any,
-    alibi_slopes: Any,
-    score_mod: Any,
-    **saved: Any,
-) -> Any:
+def gradients(inputs: RegionInputs, outputs: OutputGradients) -> Any:
     """Stand in for the backward kernel, as opaque to XLA as a kernel."""
-    problem = xla.AttentionArgs(kv, metadata, spec, mask, None, alibi_slopes, score_mod)
-    return xla.gradients(
-        query, problem, xla.OutputGradients(**saved | {"grad_out": opaque(saved["grad_out"])})
-    )[:3]
+    return xla.gradients(inputs, outputs._replace(grad_out=opaque(outputs.grad_out)))[:3]
 
 
 def check_kernels() -> None:

@@ -238,9 +238,9 @@ class TestDocuments:
         monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
         seen = []
 
-        def attend(query, kv, metadata, spec, kernel, kernel_plan, *, mask, **_):
-            seen.append(mask)
-            return query, jnp.zeros(query.shape[1::-1])
+        def attend(inputs, kernel, kernel_plan, **_):
+            seen.append(inputs.mask)
+            return inputs.query, jnp.zeros(inputs.query.shape[1::-1])
 
         monkeypatch.setattr("jattn.implementations.mosaic_gpu.attend", attend)
         qkv = arrays(8, batch=1, head_dim=64, dtype=jnp.bfloat16)

@@ -115,7 +115,7 @@ def test_masked_attention_selects_the_kernel_by_default(monkeypatch):
     requested_implementations = []
     monkeypatch.setattr(
         "jattn.implementations.mosaic_gpu.attend",
-        lambda query, *_, **__: requested_implementations.append(1) or (query, None),
+        lambda inputs, *_, **__: requested_implementations.append(1) or (inputs.query, None),
     )
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, sparsity=masks.Sinks(2))
     metadata = jattn.build_batch_metadata([3], [3], [[1]], block_size=16)

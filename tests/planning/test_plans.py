@@ -318,7 +318,7 @@ class TestPlanInAttend:
 
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_cache_of_another_format_is_rejected(self, monkeypatch):
-        monkeypatch.setattr(mosaic_gpu, "attend", lambda query, *_, **__: (query, None))
+        monkeypatch.setattr(mosaic_gpu, "attend", lambda inputs, *_, **__: (inputs.query, None))
         metadata, query = batch([1], [9]), jnp.zeros((1, 4, 64), jnp.bfloat16)
         plan = jattn.plan(metadata, SPEC, CACHE)
         run = jax.jit(lambda query, cache: jattn.attend(query, cache, metadata, SPEC, plan))

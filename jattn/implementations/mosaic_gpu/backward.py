@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
 from jattn.implementations.mosaic_gpu.gathered_columns import (
     add_gathered_gradients,
@@ -19,8 +18,9 @@ from jattn.implementations.mosaic_gpu.tile_lists import (
     plan_backward_mask,
     why_not_backward_lists,
 )
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from jattn.masks import Mask
-from jattn.score_mod import ScoreMod
+from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import architectures, support
 from pallas_kernels import varlen_backward as kernel
@@ -65,72 +65,27 @@ def why_not_gradients(
 
 
 def gradients(
-    query: Float[Array, "tokens q_heads head_dim"],
-    kv: PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    *,
-    out: Float[Array, "tokens q_heads head_dim"],
-    lse: Float[Array, "q_heads tokens"],
-    grad_out: Float[Array, "tokens q_heads head_dim"],
-    grad_lse: Float[Array, "q_heads tokens"] | None,
-    mask: Mask | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    score_mod: ScoreMod | None,
-    interpret: Interpret = None,
+    inputs: RegionInputs, outputs: OutputGradients, *, interpret: Interpret = None
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of queries, keys and values; the gradient of sinks needs no kernel.
 
     Args:
-        query: Queries of the region.
-        kv: Keys and values of the region.
-        metadata: Metadata of the region as a separate step.
-        spec: Attention of the layer; why_not_gradients must be None.
-        out: Output of the forward pass.
-        lse: Log-sum-exp of the forward pass.
-        grad_out: Gradient of out.
-        grad_lse: Gradient of lse; None is 0.
-        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
-        alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None without one.
+        inputs: Inputs of the forward pass, for which why_not_gradients must be None.
+        outputs: Results of the forward pass and their gradients.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
-    columns = None
-    is_positional = alibi_slopes is not None or score_mod is not None
+    kv, metadata, spec, mask, columns = inputs.kv, inputs.metadata, inputs.spec, inputs.mask, None
+    assert isinstance(kv, PackedKV)
+    is_positional = inputs.alibi_slopes is not None or inputs.score_mod is not None
     if mask is not None and gathers_columns(mask, spec) and not is_positional:
         columns, mask = mask.split_gathered()
-    dq, dk, dv = _call_kernel(
-        query,
-        kv,
-        metadata,
-        spec,
-        out=out,
-        lse=lse,
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        score_mod=score_mod,
-        interpret=interpret,
-    )
+    dq, dk, dv = _call_kernel(replace(inputs, mask=mask), outputs, interpret)
     if columns is None:
         return dq, dk, dv
     # `out` and `lse` cover all visible keys, so the gradients of both key sets simply add up.
-    gathered, positions = gather_kv(kv, metadata, columns)
-    gathered_dq, gathered_dk, gathered_dv = _call_kernel(
-        query,
-        gathered,
-        metadata,
-        gathered_columns_spec(spec),
-        out=out,
-        lse=lse,
-        grad_out=grad_out,
-        grad_lse=grad_lse,
-        mask=columns,
-        alibi_slopes=None,
-        score_mod=None,
-        interpret=interpret,
-    )
+    gathered_kv, positions = gather_kv(kv, metadata, columns)
+    gathered = replace(inputs, kv=gathered_kv, spec=gathered_columns_spec(spec), mask=columns)
+    gathered_dq, gathered_dk, gathered_dv = _call_kernel(gathered, outputs, interpret)
     dq = (dq.astype(jnp.float32) + gathered_dq.astype(jnp.float32)).astype(dq.dtype)
     dk = add_gathered_gradients(dk, gathered_dk, positions, kv.kv_start_loc)
     dv = add_gathered_gradients(dv, gathered_dv, positions, kv.kv_start_loc)
@@ -138,22 +93,14 @@ def gradients(
 
 
 def _call_kernel(
-    query: Array,
-    kv: PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    *,
-    out: Array,
-    lse: Array,
-    grad_out: Array,
-    grad_lse: Array | None,
-    mask: Mask | None,
-    alibi_slopes: Array | None,
-    score_mod: ScoreMod | None,
-    interpret: Interpret,
+    inputs: RegionInputs, outputs: OutputGradients, interpret: Interpret
 ) -> tuple[Array, Array, Array]:
     """Call varlen_backward once."""
-    lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
+    query, kv, spec, mask = inputs.query, inputs.kv, inputs.spec, inputs.mask
+    alibi_slopes, score_mod = inputs.alibi_slopes, inputs.score_mod
+    out, lse, grad_out, grad_lse = outputs
+    assert isinstance(kv, PackedKV)
+    lens = PackedLens(inputs.metadata.query_start_loc, inputs.metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
     sizes = backward_sizes(mask, spec, mean_len=mean_len, gpu=architectures.kernel_architecture(query))

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
 from jattn.implementations.mosaic_gpu.prefill import attend_prefill
-from jattn.masks import Mask
+from jattn.implementations.region_inputs import OutAndLse, RegionInputs
 from jattn.pytree import replace
-from jattn.score_mod import ScoreMod
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.cache_read import TILE, cache_read, padded_len
@@ -46,53 +45,33 @@ class KeyRanges(NamedTuple):
 
 
 def attend_dequantized(
-    query: Float[Array, "tokens q_heads head_dim"],
-    cache: PagedCache,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
+    inputs: RegionInputs,
     kernel: PrefillKernelConfig,
     *,
-    mask: Mask | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret = None,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+) -> OutAndLse:
     """Return output and log-sum-exp of a region over an 8-bit cache.
 
     Args:
-        query: Queries of the region.
-        cache: Cache with 8-bit keys or values.
-        metadata: Metadata of the region as a separate step.
-        spec: Attention of the layer.
+        inputs: Inputs of the region, whose cache has 8-bit keys or values.
         kernel: Kernel that attends to the dequantized keys.
-        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
-        sinks: Attention sinks per head.
-        alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None without one.
         return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
+    query, cache, metadata, spec = inputs.query, inputs.kv, inputs.metadata, inputs.spec
+    assert isinstance(cache, PagedCache)
     key_ranges = _visible_key_ranges(metadata, spec)
     rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
 
     def attend_ranges(key_ranges: KeyRanges, begin: Array) -> tuple[Array, Array | None]:
         """Attend in the requests with seq_len > 0; row `begin` of the concatenation is the buffer's first."""
-        return attend_prefill(
-            query,
-            _read(cache, metadata, key_ranges, begin, rows, query.dtype, interpret),
-            replace(metadata, seq_lens=key_ranges.seq_lens),
-            spec,
-            kernel,
-            None,
-            mask=mask,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            score_mod=score_mod,
-            return_lse=return_lse,
-            interpret=interpret,
+        dequantized = replace(
+            inputs,
+            kv=_read(cache, metadata, key_ranges, begin, rows, query.dtype, interpret),
+            metadata=replace(metadata, seq_lens=key_ranges.seq_lens),
         )
+        return attend_prefill(dequantized, kernel, None, return_lse=return_lse, interpret=interpret)
 
     if worst_buffer_len(metadata, spec) <= rows:
         return attend_ranges(key_ranges, jnp.int32(0))

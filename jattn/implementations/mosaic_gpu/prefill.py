@@ -3,40 +3,30 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from jattn.batch.metadata import BatchMetadata
-from jattn.cache import PackedKV, PagedCache
+from jattn.cache import PackedKV
 from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_spec
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
-from jattn.masks import Mask
+from jattn.implementations.region_inputs import OutAndLse, RegionInputs
 from jattn.merge import merge_attention_outputs
-from jattn.score_mod import ScoreMod
-from jattn.spec import AttentionSpec
 from pallas_kernels.shared import Interpret
 from pallas_kernels.varlen_prefill import varlen_prefill
 
 
 def attend_prefill(
-    query: Float[Array, "tokens q_heads head_dim"],
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
+    inputs: RegionInputs,
     kernel: PrefillKernelConfig,
     kernel_plan: PrefillKernelPlan | None,
     *,
-    mask: Mask | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+) -> OutAndLse:
     """Return output and log-sum-exp of a region; see `attend` of this package for the arguments.
 
     Keys are in 16 bits, or in 8 bits if the kernel dequantizes them.
     """
+    kv, metadata, spec, alibi_slopes = inputs.kv, inputs.metadata, inputs.spec, inputs.alibi_slopes
     if kernel.columns_sizes is not None and alibi_slopes is not None:
         # The kernel adds ALiBi by the index of a key, which is not the position of a gathered key.
         kernel, kernel_plan = dataclasses.replace(kernel, columns_sizes=None), None
@@ -48,37 +38,18 @@ def attend_prefill(
         if isinstance(kv, PackedKV):
             starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
         kernel_plan = plan_prefill_kernel(
-            kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len
+            kernel, metadata, spec, inputs.mask, kv_start_loc=starts, max_seq_len=max_seq_len
         )
     columns = kernel_plan.columns
-    out, lse = _call_kernel(
-        query,
-        kv,
-        metadata,
-        spec,
-        kernel,
-        kernel_plan,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        score_mod=score_mod,
-        return_lse=return_lse or columns is not None,
-        interpret=interpret,
-    )
+    needs_lse = return_lse or columns is not None
+    out, lse = _call_kernel(inputs, kernel, kernel_plan, return_lse=needs_lse, interpret=interpret)
     if columns is None:
         return out, lse
     gathered_kv, _ = gather_kv(kv, metadata, columns.mask)
+    gathered_spec, query = gathered_columns_spec(spec), inputs.query
+    gathered = RegionInputs(query=query, kv=gathered_kv, metadata=metadata, spec=gathered_spec)
     columns_out, columns_lse = _call_kernel(
-        query,
-        gathered_kv,
-        metadata,
-        gathered_columns_spec(spec),
-        kernel.columns,
-        columns.kernel_plan,
-        sinks=None,
-        alibi_slopes=None,
-        score_mod=None,
-        return_lse=True,
-        interpret=interpret,
+        gathered, kernel.columns, columns.kernel_plan, return_lse=True, interpret=interpret
     )
     assert lse is not None
     assert columns_lse is not None
@@ -87,20 +58,15 @@ def attend_prefill(
 
 
 def _call_kernel(
-    query: Array,
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
+    inputs: RegionInputs,
     kernel: PrefillKernelConfig,
     kernel_plan: PrefillKernelPlan,
     *,
-    sinks: Array | None,
-    alibi_slopes: Array | None,
-    score_mod: ScoreMod | None,
     return_lse: bool,
     interpret: Interpret,
-) -> tuple[Array, Array | None]:
-    """Call varlen_prefill once."""
+) -> OutAndLse:
+    """Call varlen_prefill once, with the mask of the kernel plan."""
+    kv, metadata, score_mod = inputs.kv, inputs.metadata, inputs.score_mod
     kv_start_loc, block_table, layout, k_scale, v_scale = None, None, "NHD", None, None
     if isinstance(kv, PackedKV):
         kv_start_loc = kv.kv_start_loc
@@ -111,19 +77,19 @@ def _call_kernel(
             v_scale = None if kv.stored_v_scale is None else jnp.asarray(kv.stored_v_scale)
     mask = kernel_plan.mask
     return varlen_prefill(
-        query,
+        inputs.query,
         jnp.asarray(kv.k),
         jnp.asarray(kv.v),
         metadata.query_start_loc,
         metadata.seq_lens,
-        score=score_of(spec),
+        score=score_of(inputs.spec),
         kv_start_loc=kv_start_loc,
         block_table=block_table,
         layout=layout,
         k_scale=k_scale,
         v_scale=v_scale,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
+        sinks=inputs.sinks,
+        alibi_slopes=inputs.alibi_slopes,
         score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=kernel_plan.schedule,
         lists=None if mask is None else mask.lists,

@@ -1,7 +1,6 @@
 """Attention in plain XLA, on any device."""
 
 from jattn.implementations.xla.attention import (
-    AttentionArgs,
     QueryTiles,
     alibi_bias,
     attend,
@@ -10,12 +9,10 @@ from jattn.implementations.xla.attention import (
     pairs_of,
     prefill_tiles,
 )
-from jattn.implementations.xla.backward import Gradients, OutputGradients, gradient_of_sinks, gradients
+from jattn.implementations.xla.backward import Gradients, gradient_of_sinks, gradients
 
 __all__ = [
-    "AttentionArgs",
     "Gradients",
-    "OutputGradients",
     "QueryTiles",
     "alibi_bias",
     "attend",

@@ -17,10 +17,10 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, has_token_axis
 from jattn.cache.quantization import quantize_token_head
 from jattn.cache.types import take_blocks, take_tokens
+from jattn.implementations.region_inputs import RegionInputs
 from jattn.masks import And, ListedBlocks, Mask, Or, Pairs, Sinks
 from jattn.masks.base import factors
 from jattn.pytree import pytree, static
-from jattn.score_mod import ScoreMod
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 TILE_Q = 64  # queries per tile
@@ -30,18 +30,6 @@ TILES_AT_ONCE = 64
 PREFILL_QUERIES_AT_ONCE = 512
 # Precision of matrix products by itemsize: full f32 for f32 inputs, for which a GPU would use TF32.
 PRECISION = {2: None, 4: "highest", 8: "highest"}
-
-
-class AttentionArgs(NamedTuple):
-    """Arguments of `attend` other than the queries, shared by all tiles."""
-
-    kv: PagedCache | PackedKV
-    metadata: BatchMetadata
-    spec: AttentionSpec
-    mask: Mask | None
-    sinks: Float[Array, " q_heads"] | None
-    alibi_slopes: Float[Array, " q_heads"] | None
-    score_mod: ScoreMod | None = None
 
 
 @pytree
@@ -111,34 +99,18 @@ class Softmax(NamedTuple):
 
 
 def attend(
-    query: Float[Array, "tokens q_heads head_dim"],
-    kv: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    *,
-    tiles: QueryTiles | None,
-    mask: Mask | None,
-    sinks: Float[Array, " q_heads"] | None,
-    alibi_slopes: Float[Array, " q_heads"] | None,
-    score_mod: ScoreMod | None = None,
+    inputs: RegionInputs, tiles: QueryTiles | None = None
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Return output and log-sum-exp of every token, as `jattn.attend` defines them.
 
     Args:
-        query: Queries of the step.
-        kv: Keys and values.
-        metadata: Metadata of the step.
-        spec: Attention of the layer.
+        inputs: Inputs of a region, or of a whole step.
         tiles: Query tiles of the prefill region; None computes them here.
-        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
-        sinks: Attention sinks per head.
-        alibi_slopes: ALiBi slope per head.
-        score_mod: Score function of the layer; None without one.
     """
+    query, metadata, spec = inputs.query, inputs.metadata, inputs.spec
     bucket, num_decodes = metadata.bucket, metadata.bucket.max_decodes
-    if bucket.max_tokens == 0 or has_no_keys(kv, metadata):
+    if bucket.max_tokens == 0 or has_no_keys(inputs.kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
-    args = AttentionArgs(kv, metadata, spec, mask, sinks, alibi_slopes, score_mod)
     outs, lses = [], []  # [tokens, q_heads, head_dim] and [tokens, q_heads]
     if num_decodes:  # One tile per row.
         q = query[: bucket.max_decode_tokens]
@@ -146,7 +118,7 @@ def attend(
         rows = jnp.arange(num_decodes, dtype=jnp.int32)
         firsts, lens = metadata.num_computed_tokens[:num_decodes], metadata.query_lens[:num_decodes]
         at_once = 1 if spec.batch_invariant else TILES_AT_ONCE
-        out, lse = _map_tiles(args, (q_tiles, rows, firsts, lens), at_once, is_prefill=False)
+        out, lse = _map_tiles(inputs, (q_tiles, rows, firsts, lens), at_once, is_prefill=False)
         outs.append(out.reshape(q.shape))
         lses.append(lse.reshape(q.shape[:2]))
     if bucket.max_prefill_tokens:
@@ -158,30 +130,30 @@ def attend(
             at_once = max(PREFILL_QUERIES_AT_ONCE // tiles.tile_q, 1)
         index = tiles.token_index(past_end=bucket.max_prefill_tokens)  # [tiles, tile_q]
         q_tiles = jnp.take(q, index, axis=0, mode="clip")
-        inputs = q_tiles, tiles.rows, tiles.first_positions(metadata), tiles.lens
-        out, lse = _map_tiles(args, inputs, at_once, is_prefill=True)
+        tile_args = q_tiles, tiles.rows, tiles.first_positions(metadata), tiles.lens
+        out, lse = _map_tiles(inputs, tile_args, at_once, is_prefill=True)
         outs.append(jnp.zeros_like(q).at[index].set(out, mode="drop"))
         lses.append(jnp.full(q.shape[:2], -jnp.inf, lse.dtype).at[index].set(lse, mode="drop"))
     return jnp.concatenate(outs), jnp.concatenate(lses).T
 
 
 def _map_tiles(
-    args: AttentionArgs, inputs: tuple[Array, ...], at_once: int, *, is_prefill: bool
+    inputs: RegionInputs, tile_args: tuple[Array, ...], at_once: int, *, is_prefill: bool
 ) -> tuple[Array, Array]:
     """Map attend_tile over tiles, at most `at_once` at a time.
 
     Tiles are split into equal groups, the last padded with empty tiles: a smaller remainder, as `jax.lax.map`
     handles it, would compile the loop a second time.
     """
-    tile = functools.partial(attend_tile, args=args, is_prefill=is_prefill)
+    tile = functools.partial(attend_tile, inputs=inputs, is_prefill=is_prefill)
     if at_once == 1:
-        return jax.lax.map(lambda xs: tile(*xs), inputs)
-    num = inputs[0].shape[0]
+        return jax.lax.map(lambda xs: tile(*xs), tile_args)
+    num = tile_args[0].shape[0]
     groups = -(-num // at_once)
     if groups == 1:
-        return jax.vmap(tile)(*inputs)
+        return jax.vmap(tile)(*tile_args)
     size = -(-num // groups)
-    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), tuple(group_tiles(x, size) for x in inputs))
+    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), tuple(group_tiles(x, size) for x in tile_args))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], outputs)
 
 
@@ -191,19 +163,19 @@ def attend_tile(
     first_position: Int[Array, ""],
     num_queries: Int[Array, ""],
     *,
-    args: AttentionArgs,
+    inputs: RegionInputs,
     is_prefill: bool,
 ) -> tuple[Float[Array, "tile_q q_heads head_dim"], Float[Array, "tile_q q_heads"]]:
     """Attend from a tile of one request, whose `num_queries` valid queries begin at `first_position`."""
-    kv, spec, sinks = args.kv, args.spec, args.sinks
+    kv, spec, sinks = inputs.kv, inputs.spec, inputs.sinks
     rows_shape = spec.num_kv_heads, spec.q_heads_per_kv_head, q.shape[0]
     queries, acc_dtype = make_tile_queries(
-        q, row, first_position, num_queries, args=args, is_prefill=is_prefill
+        q, row, first_position, num_queries, inputs=inputs, is_prefill=is_prefill
     )
     static_k, static_v = static_scales(kv, acc_dtype)
     size = chunk_size(kv)
-    chunks = chunk_range(queries, args, size)
-    listed = None if is_prefill else listed_tokens(args.mask)
+    chunks = chunk_range(queries, inputs, size)
+    listed = None if is_prefill else listed_tokens(inputs.mask)
     if listed is not None:
         ids, count = jnp.asarray(listed.ids)[row, 0], jnp.asarray(listed.counts)[row, 0]
         chunks = jnp.int32(0), (count + size - 1) // size
@@ -211,18 +183,18 @@ def attend_tile(
     def step(c: Array, state: Softmax) -> Softmax:
         index = c * size + jnp.arange(size, dtype=jnp.int32)
         if listed is None:
-            key_positions, chunk = index, load_chunk(kv, args.metadata.block_table, row, c)
+            key_positions, chunk = index, load_chunk(kv, inputs.metadata.block_table, row, c)
         else:
             key_positions = jnp.where(index < count, jnp.take(ids, index, mode="clip"), queries.seq_len)
-            chunk = load_tokens(kv, args.metadata.block_table, row, key_positions)
-        s, visible = capped_scores(queries, chunk, key_positions, static_k, args)
-        if args.alibi_slopes is not None:
-            s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
-        if args.score_mod is not None:
+            chunk = load_tokens(kv, inputs.metadata.block_table, row, key_positions)
+        s, visible = capped_scores(queries, chunk, key_positions, static_k, inputs)
+        if inputs.alibi_slopes is not None:
+            s = s + tile_alibi_bias(queries, key_positions, inputs, s.dtype)
+        if inputs.score_mod is not None:
             pairs = pairs_of(
                 spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill
             )
-            s = args.score_mod(s, pairs.row, pairs.head, pairs.query, pairs.key)
+            s = inputs.score_mod(s, pairs.row, pairs.head, pairs.query, pairs.key)
         s = jnp.where(visible, s, -jnp.inf)
         return add_chunk(state, s, chunk, visible.any(axis=(1, 2)), queries.q.dtype)
 
@@ -253,11 +225,11 @@ def make_tile_queries(
     first_position: Int[Array, ""],
     num_queries: Int[Array, ""],
     *,
-    args: AttentionArgs,
+    inputs: RegionInputs,
     is_prefill: bool,
 ) -> tuple[TileQueries, np.dtype]:
     """Return a tile's queries and the accumulation dtype; see attend_tile for the arguments."""
-    kv, spec = args.kv, args.spec
+    kv, spec = inputs.kv, inputs.spec
     # 8-bit keys and values are dequantized.
     is_like_query = [x.dtype == q.dtype or jnp.dtype(x.dtype).itemsize == 1 for x in (kv.k, kv.v)]
     acc_dtype = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
@@ -274,16 +246,16 @@ def make_tile_queries(
         row=row,
         positions=first_position + index,
         is_valid=index < num_queries,
-        seq_len=jnp.where(num_queries > 0, args.metadata.seq_lens[row], 0),
+        seq_len=jnp.where(num_queries > 0, inputs.metadata.seq_lens[row], 0),
         is_prefill=is_prefill,
     )
     return queries, acc_dtype
 
 
-def chunk_range(queries: TileQueries, args: AttentionArgs, size: int) -> tuple[Array, Array]:
+def chunk_range(queries: TileQueries, inputs: RegionInputs, size: int) -> tuple[Array, Array]:
     """Return the first chunk of `size` keys that may be visible to a tile, and one past the last."""
-    spec, first, last = args.spec, queries.positions[0], queries.positions[-1]
-    bound = None if args.mask is None else num_first_keys(args.mask)
+    spec, first, last = inputs.spec, queries.positions[0], queries.positions[-1]
+    bound = None if inputs.mask is None else num_first_keys(inputs.mask)
     high = queries.seq_len if bound is None else jnp.minimum(queries.seq_len, bound)
     low = jnp.zeros_like(high)
     left, right = spec.window or (None, None)
@@ -325,10 +297,10 @@ def capped_scores(
     chunk: Chunk,
     key_positions: Int[Array, " keys"],
     static_k: Array,
-    args: AttentionArgs,
+    inputs: RegionInputs,
 ) -> tuple[Float[Array, "kv_heads group tile_q keys"], Bool[Array, "_ _ tile_q keys"]]:
     """Return the soft-capped scores of a chunk of keys, and which of them are visible."""
-    spec, matmul_dtype, acc_dtype = args.spec, queries.q.dtype, static_k.dtype
+    spec, matmul_dtype, acc_dtype = inputs.spec, queries.q.dtype, static_k.dtype
     s = jnp.einsum(
         "hgqd,khd->hgqk",
         queries.q,
@@ -345,9 +317,9 @@ def capped_scores(
         s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
     is_valid = (key_positions < queries.seq_len)[None, :] & queries.is_valid[:, None]
     visible = is_visible(spec, queries.positions, key_positions) & is_valid[None, None]
-    if args.mask is not None:
+    if inputs.mask is not None:
         pairs = pairs_of(spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill)
-        visible &= args.mask.visible(pairs)
+        visible &= inputs.mask.visible(pairs)
     return s, visible
 
 
@@ -391,12 +363,12 @@ def pairs_of(
 
 
 def tile_alibi_bias(
-    queries: TileQueries, key_positions: Int[Array, " keys"], args: AttentionArgs, dtype: np.dtype
+    queries: TileQueries, key_positions: Int[Array, " keys"], inputs: RegionInputs, dtype: np.dtype
 ) -> Float[Array, "kv_heads group tile_q keys"]:
     """Return the ALiBi bias of a layer with slopes, which is added to soft-capped scores."""
-    assert args.alibi_slopes is not None
-    slopes = args.alibi_slopes.astype(dtype).reshape(args.spec.num_kv_heads, -1)
-    return alibi_bias(args.spec, slopes, queries.positions, key_positions)
+    assert inputs.alibi_slopes is not None
+    slopes = inputs.alibi_slopes.astype(dtype).reshape(inputs.spec.num_kv_heads, -1)
+    return alibi_bias(inputs.spec, slopes, queries.positions, key_positions)
 
 
 def alibi_bias(

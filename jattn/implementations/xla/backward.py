@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from jattn.implementations.xla.attention import (
     PRECISION,
-    AttentionArgs,
     TileQueries,
     alibi_bias,
     capped_scores,
@@ -68,7 +68,7 @@ class TileGradients(NamedTuple):
 
 
 def tile_gradients(
-    queries: TileQueries, tokens: BackwardQueries, c: Int[Array, ""], args: AttentionArgs
+    queries: TileQueries, tokens: BackwardQueries, c: Int[Array, ""], inputs: RegionInputs
 ) -> TileGradients:
     """Return the contribution of a tile and chunk c of its request's keys.
 
@@ -76,33 +76,33 @@ def tile_gradients(
         queries: Queries of the tile.
         tokens: Per-query inputs of the backward pass.
         c: Index of the chunk.
-        args: Arguments of the forward pass.
+        inputs: Inputs of the forward pass.
     """
     matmul_dtype, acc_dtype = queries.q.dtype, tokens.lse.dtype
-    chunk = load_chunk(args.kv, args.metadata.block_table, queries.row, c)
+    chunk = load_chunk(inputs.kv, inputs.metadata.block_table, queries.row, c)
     key_positions = c * chunk.k.shape[0] + jnp.arange(chunk.k.shape[0], dtype=jnp.int32)
-    static_k, _ = static_scales(args.kv, acc_dtype)
-    capped, visible = capped_scores(queries, chunk, key_positions, static_k, args)
+    static_k, _ = static_scales(inputs.kv, acc_dtype)
+    capped, visible = capped_scores(queries, chunk, key_positions, static_k, inputs)
     is_visible_key = visible.any(axis=(1, 2)).T[..., None]  # per KV head: an invisible key may be NaN
     k, v = (
         jnp.where(is_visible_key, x, jnp.zeros((), x.dtype)).astype(matmul_dtype) for x in (chunk.k, chunk.v)
     )
-    grad_out, lse, delta = (_group_by_kv_head(x, args.spec) for x in tokens[1:])
+    grad_out, lse, delta = (_group_by_kv_head(x, inputs.spec) for x in tokens[1:])
     grad_out = grad_out.astype(matmul_dtype)
     matmul = functools.partial(
         jnp.einsum, preferred_element_type=acc_dtype, precision=PRECISION[matmul_dtype.itemsize]
     )
     s = capped
-    if args.alibi_slopes is not None:
-        s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
-    s, modified_vjp = _modify_scores(s, visible, queries, key_positions, args)
+    if inputs.alibi_slopes is not None:
+        s = s + tile_alibi_bias(queries, key_positions, inputs, s.dtype)
+    s, modified_vjp = _modify_scores(s, visible, queries, key_positions, inputs)
     s = jnp.where(visible, s, -jnp.inf)
     p = jnp.exp(s - lse[..., None])
     dp = matmul("hgqd,khd->hgqk", grad_out, v)
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)
     ds, score_arrays = modified_vjp(ds)
-    slopes = _slope_gradient(ds, queries, key_positions, args)
-    ds = _gradient_before_cap(ds, capped, visible, args.spec) * args.spec.softmax_scale
+    slopes = _slope_gradient(ds, queries, key_positions, inputs)
+    ds = _gradient_before_cap(ds, capped, visible, inputs.spec) * inputs.spec.softmax_scale
     ds, p = ds.astype(matmul_dtype), p.astype(matmul_dtype)
     dq = matmul("hgqk,khd->qhgd", ds, k)
     dk, dv = matmul("hgqk,hgqd->khd", ds, queries.q), matmul("hgqk,hgqd->khd", p, grad_out)
@@ -118,7 +118,7 @@ def tile_gradients(
 
 
 def _modify_scores(
-    s: Array, visible: Array, queries: TileQueries, key_positions: Array, args: AttentionArgs
+    s: Array, visible: Array, queries: TileQueries, key_positions: Array, inputs: RegionInputs
 ) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
     """Apply the layer's score function, if any.
 
@@ -126,10 +126,12 @@ def _modify_scores(
         The new scores, and the function from their gradient, which is 0 for invisible pairs, to that of the
         scores before and those of the score function's float arrays.
     """
-    score_mod = args.score_mod
+    score_mod = inputs.score_mod
     if score_mod is None:
         return s, lambda ds: (ds, ())
-    pairs = pairs_of(args.spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill)
+    pairs = pairs_of(
+        inputs.spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill
+    )
     visible = jnp.broadcast_to(visible, s.shape)
     at_visible_pairs = visible_pairs(visible, pairs.row, pairs.head, pairs.query, pairs.key)
 
@@ -153,12 +155,12 @@ def _group_by_kv_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSp
 
 
 def _slope_gradient(
-    ds: Array, queries: TileQueries, key_positions: Array, args: AttentionArgs
+    ds: Array, queries: TileQueries, key_positions: Array, inputs: RegionInputs
 ) -> Float[Array, "kv_heads group"]:
     """Return the gradient of the ALiBi slopes from the gradient of the scores."""
-    if args.alibi_slopes is None:
+    if inputs.alibi_slopes is None:
         return jnp.zeros(ds.shape[:2], ds.dtype)
-    bias_per_slope = alibi_bias(args.spec, jnp.ones((1, 1), ds.dtype), queries.positions, key_positions)
+    bias_per_slope = alibi_bias(inputs.spec, jnp.ones((1, 1), ds.dtype), queries.positions, key_positions)
     return jnp.sum(ds * bias_per_slope, axis=(2, 3))
 
 
@@ -167,22 +169,6 @@ def _gradient_before_cap(ds: Array, capped: Array, visible: Bool[Array, "..."], 
     if spec.soft_cap is None:
         return ds
     return jnp.where(visible, ds * (1.0 - jnp.square(capped / spec.soft_cap)), 0.0)
-
-
-class OutputGradients(NamedTuple):
-    """Results of the forward pass and their gradients.
-
-    Attributes:
-        out: Output.
-        lse: Log-sum-exp.
-        grad_out: Gradient of the output.
-        grad_lse: Gradient of the log-sum-exp; None is 0.
-    """
-
-    out: Float[Array, "tokens q_heads head_dim"]
-    lse: Float[Array, "q_heads tokens"]
-    grad_out: Float[Array, "tokens q_heads head_dim"]
-    grad_lse: Float[Array, "q_heads tokens"] | None
 
 
 class Gradients(NamedTuple):
@@ -221,37 +207,34 @@ class GradientSums(NamedTuple):
     score_arrays: tuple[Array, ...]
 
 
-def gradients(
-    query: Float[Array, "tokens q_heads head_dim"], args: AttentionArgs, outputs: OutputGradients
-) -> Gradients:
+def gradients(inputs: RegionInputs, outputs: OutputGradients) -> Gradients:
     """Compute the gradients of `attend` over PackedKV.
 
     Args:
-        query: Queries of the step.
-        args: Other arguments of the forward pass; keys and values of 16 bits or more.
+        inputs: Inputs of the forward pass; keys and values of 16 bits or more.
         outputs: Results of the forward pass and their gradients.
     """
-    kv, metadata, sinks = args.kv, args.metadata, args.sinks
+    query, kv, metadata, sinks = inputs.query, inputs.kv, inputs.metadata, inputs.sinks
     assert isinstance(kv, PackedKV)
-    score_arrays = () if args.score_mod is None else args.score_mod.float_arrays
+    score_arrays = () if inputs.score_mod is None else inputs.score_mod.float_arrays
     if metadata.bucket.max_tokens == 0 or has_no_keys(kv, metadata):
-        inputs = Gradients(query, kv.k, kv.v, sinks, args.alibi_slopes, score_arrays)
-        return jax.tree.map(jnp.zeros_like, inputs)
+        arrays = Gradients(query, kv.k, kv.v, sinks, inputs.alibi_slopes, score_arrays)
+        return jax.tree.map(jnp.zeros_like, arrays)
     acc_dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     tokens = _backward_queries(query, outputs, metadata, acc_dtype)
     room = (kv.k.shape[0] + chunk_size(kv), *kv.k.shape[1:])
-    spec = args.spec
+    spec = inputs.spec
     zeros = jnp.zeros(room, acc_dtype), jnp.zeros(room, acc_dtype)
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
     array_sums = tuple(jnp.zeros(x.shape, jnp.promote_types(x.dtype, acc_dtype)) for x in score_arrays)
     sums = match_varying_axes(query, GradientSums(*zeros, jnp.zeros(heads, acc_dtype), array_sums))
     grad_query = jnp.zeros_like(query)
     for tiles, is_prefill in _regions(metadata):
-        add_group = functools.partial(_add_group, tokens=tokens, args=args, is_prefill=is_prefill)
+        add_group = functools.partial(_add_group, tokens=tokens, inputs=inputs, is_prefill=is_prefill)
         sums, grads = jax.lax.scan(add_group, sums, tiles)
         grad_query = grad_query.at[tiles.tokens].set(grads, mode="drop")
     k, v = (x[: kv.k.shape[0]] for x in (sums.k, sums.v))
-    slopes = args.alibi_slopes
+    slopes = inputs.alibi_slopes
     return Gradients(
         query=grad_query,
         k=k.astype(kv.k.dtype),
@@ -324,11 +307,11 @@ def _add_group(
     tiles: BackwardTiles,
     *,
     tokens: BackwardQueries,
-    args: AttentionArgs,
+    inputs: RegionInputs,
     is_prefill: bool,
 ) -> tuple[GradientSums, Float[Array, "tiles tile_q q_heads head_dim"]]:
     """Add a group's contributions to the accumulators and return the gradient of its queries."""
-    kv = args.kv
+    kv = inputs.kv
     assert isinstance(kv, PackedKV)
     size, num_tiles = chunk_size(kv), tiles.rows.shape[0]
     tile_queries = BackwardQueries(
@@ -339,13 +322,15 @@ def _add_group(
     )
 
     def queries(tile: BackwardTiles, q: Array) -> TileQueries:
-        return make_tile_queries(q, tile.rows, tile.firsts, tile.lens, args=args, is_prefill=is_prefill)[0]
+        return make_tile_queries(q, tile.rows, tile.firsts, tile.lens, inputs=inputs, is_prefill=is_prefill)[
+            0
+        ]
 
-    def chunk_gradients(tile: BackwardTiles, inputs: BackwardQueries, chunk: Array) -> TileGradients:
-        return tile_gradients(queries(tile, inputs.query), inputs, chunk, args)
+    def chunk_gradients(tile: BackwardTiles, tokens: BackwardQueries, chunk: Array) -> TileGradients:
+        return tile_gradients(queries(tile, tokens.query), tokens, chunk, inputs)
 
     def visible_chunks(tile: BackwardTiles, q: Array) -> tuple[Array, Array]:
-        return chunk_range(queries(tile, q), args, size)
+        return chunk_range(queries(tile, q), inputs, size)
 
     low, high = jax.vmap(visible_chunks)(tiles, tile_queries.query)
 

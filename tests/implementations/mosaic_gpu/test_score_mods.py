@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from pallas_kernels import architectures
 from tests import oracle, oracle_gradients, score_functions
 from tests.attention_problems import AttentionProblem, Setting
@@ -70,12 +71,14 @@ def check(function, lens, *, gpu=None, **options):
     with architectures.target(gpu):
         kernel = kernel_for(query, problem.kv, problem.metadata, problem.spec, mask, score_mod)
     sizes = dataclasses.replace(kernel.sizes, ctas=2)  # the interpreter runs idle thread blocks, too
-    run = functools.partial(
-        mosaic_gpu.attend, spec=problem.spec, kernel=dataclasses.replace(kernel, sizes=sizes),
-        kernel_plan=None, score_mod=score_mod, mask=mask, interpret=plgpu.InterpretGPUParams(), **modifiers,
+    inputs = RegionInputs(
+        query=query, kv=problem.kv, metadata=problem.metadata, spec=problem.spec, mask=mask,
+        score_mod=score_mod, **modifiers,
     )  # fmt: skip
+    kernel = dataclasses.replace(kernel, sizes=sizes)
+    run = functools.partial(mosaic_gpu.attend, kernel=kernel, interpret=plgpu.InterpretGPUParams())
     with architectures.target(gpu):
-        problem.check(*jax.jit(run)(query, problem.kv, problem.metadata))
+        problem.check(*jax.jit(run)(inputs))
 
 
 def check_gradients(function, lens=None, *, gpu=None, **options):
@@ -83,15 +86,18 @@ def check_gradients(function, lens=None, *, gpu=None, **options):
     problem, modifiers = problem_of(function, lens or GRADIENTS, kv="no_cache", **options)
     loss_weights = oracle_gradients.draw_weights(problem)
     outs, lses = oracle.attention(problem.spec, problem.step)
-    run = functools.partial(
-        mosaic_gpu.gradients, spec=problem.spec, mask=MASKS[options.get("mask")],
-        alibi_slopes=modifiers["alibi_slopes"],
-        score_mod=score_functions.score_mod(function), interpret=plgpu.InterpretGPUParams(),
+    inputs = RegionInputs(
+        query=jnp.asarray(problem.query), kv=problem.kv, metadata=problem.metadata, spec=problem.spec,
+        mask=MASKS[options.get("mask")], alibi_slopes=modifiers["alibi_slopes"],
+        score_mod=score_functions.score_mod(function),
+    )  # fmt: skip
+    outputs = OutputGradients(
         out=jnp.concatenate(outs).astype(jnp.bfloat16), lse=jnp.concatenate(lses).T,
         grad_out=jnp.asarray(loss_weights.out, jnp.bfloat16), grad_lse=jnp.asarray(loss_weights.lse.T),
     )  # fmt: skip
+    run = functools.partial(mosaic_gpu.gradients, interpret=plgpu.InterpretGPUParams())
     with architectures.target(gpu):
-        grads = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata)
+        grads = jax.jit(run)(inputs, outputs)
     oracle_gradients.check(problem, loss_weights, dict(zip(("query", "k", "v"), grads, strict=True)))
 
 

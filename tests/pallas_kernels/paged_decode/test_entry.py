@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
-from pallas_kernels.architectures import ARCHITECTURES, target
+from jattn.implementations.region_inputs import RegionInputs
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, make_schedule, paged_decode, reference
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
@@ -103,7 +103,7 @@ def attend(problem: Problem, interpret=None, sizes=None):
         first = decode.bucket.max_tokens
         results = [
             attend_region(query[:first], kv, decode, spec, interpret=interpret, **per_head),
-            xla.attend(query[first:], kv, prefill, spec, tiles=None, mask=None, **per_head),
+            xla.attend(RegionInputs(query=query[first:], kv=kv, metadata=prefill, spec=spec, **per_head)),
         ]
         outs, lses = zip(*results, strict=True)
         return jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
