@@ -382,7 +382,9 @@ class TestKernels:
         windowed = dataclasses.replace(problem.spec, window=(7, 0))
         specs = [problem.spec, capped, windowed, problem.spec]
         plan = jattn.plan(problem.metadata, specs, problem.kv)
-        assert [layer_plan.regions for layer_plan in plan.layers] == [(0, 1), (0, 1), (2, 3)]
+        keys = [layer_plan.region_keys for layer_plan in plan.layers]
+        assert keys[0] == keys[1] != keys[2]
+        assert [region.key for region in plan.regions] == [*keys[0], *keys[2]]
 
     def test_unsupported_features_use_xla_unless_a_kernel_is_requested(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})

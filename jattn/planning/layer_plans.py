@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
+from jattn.batch.metadata import BatchMetadata, region_batch
 from jattn.implementations.layer_config import LayerConfig, region_sizes
 from jattn.implementations.mosaic_gpu import (
     DecodeKernelConfig,
@@ -24,7 +24,7 @@ from jattn.implementations.selection import (
 )
 from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask, check_batch_mask
-from jattn.pytree import pytree
+from jattn.pytree import pytree, static
 from pallas_kernels import architectures, support
 from pallas_kernels.checks import warn_caller
 
@@ -40,14 +40,12 @@ class LayerPlan:
         is_for_any_cache: Whether the choice holds for any cache format, since no kernel was considered.
         decode: Implementation in the decode region; None without one.
         prefill: Implementation in the prefill region; None without one.
-        regions: Index of the RegionPlan for the decode and the prefill region; None without the region.
     """
 
     layer: LayerConfig
     is_for_any_cache: bool
     decode: ImplementationChoice | None
     prefill: ImplementationChoice | None
-    regions: tuple[int | None, int | None] = (None, None)
 
     def covers(self, layer: LayerConfig) -> bool:
         """Return whether this plan applies to a layer."""
@@ -60,6 +58,20 @@ class LayerPlan:
         decode = () if self.decode is None else (("decode", self.decode),)
         return decode if self.prefill is None else (*decode, ("prefill", self.prefill))
 
+    @property
+    def region_keys(self) -> tuple[Hashable, ...]:
+        """Key of the RegionPlan of each region that the step has; layers with equal keys share it."""
+        spec, keys = self.layer.spec, []
+        for name, choice in self.choices:
+            kernel_key = None if choice.kernel is None else kernel_plan_key(choice.kernel, spec)
+            keys.append((name, spec.sparsity, choice.implementation, kernel_key))
+        return tuple(keys)
+
+    def region_plans(self, plans: "Sequence[RegionPlan]") -> "tuple[RegionPlan, ...]":
+        """Return the layer's plan of each region that the step has, from those of all layers."""
+        plans_by_key = {plan.key: plan for plan in plans}
+        return tuple(plans_by_key[key] for key in self.region_keys)
+
 
 @pytree
 class RegionPlan:
@@ -71,11 +83,13 @@ class RegionPlan:
         kernel_plan: Schedule and lists of the kernel; None without a kernel, or if they depend on where the
             layer's keys are.
         query_tiles: Query tiles of the prefill region for XLA; None otherwise.
+        key: One of the `region_keys` of the layers that share these values (static).
     """
 
     mask: Mask | None
     kernel_plan: KernelPlan | None
     query_tiles: QueryTiles | None
+    key: Hashable = static()
 
 
 def plan_layers(
@@ -100,16 +114,14 @@ def plan_layers(
     no_kernels, requested = support.why_not_on(metadata), requested_implementations(implementation)
     is_for_any = no_kernels is not None or "mosaic_gpu" not in requested
     layer_plans: list[LayerPlan] = []
-    indices: dict[Hashable, int] = {}
     for layer in layers:
         spec = layer.spec
         if mask is not None:
             heads, has_cache = spec.num_q_heads, layer.cache is not None
             check_batch_mask(mask, metadata, num_q_heads=heads, causal=spec.causal, has_cache=has_cache)
         choices: dict[str, ImplementationChoice] = {}
-        numbers: dict[str, int] = {}
         for region in region_sizes(metadata):
-            choice = choose_implementation(
+            choices[region.name] = choose_implementation(
                 layer,
                 region,
                 spec.mask_with(mask),
@@ -118,15 +130,11 @@ def plan_layers(
                 no_kernels=no_kernels,
                 gpu=architectures.kernel_architecture(metadata),
             )
-            kernel_key = None if choice.kernel is None else kernel_plan_key(choice.kernel, spec)
-            key = region.name, spec.sparsity, choice.implementation, kernel_key
-            choices[region.name], numbers[region.name] = choice, indices.setdefault(key, len(indices))
         layer_plan = LayerPlan(
             layer=layer,
             is_for_any_cache=is_for_any,
             decode=choices.get("decode"),
             prefill=choices.get("prefill"),
-            regions=(numbers.get("decode"), numbers.get("prefill")),
         )
         if implementation is None and architectures.is_gpu(metadata):
             _warn_of_fallbacks(layer_plan)
@@ -137,21 +145,21 @@ def plan_layers(
 def plan_regions(
     metadata: BatchMetadata, mask: Mask | None, layers: tuple[LayerPlan, ...]
 ) -> tuple[RegionPlan, ...]:
-    """Build the region plans that layer plans refer to. Traced.
+    """Build one region plan for each distinct region key of the layers. Traced.
 
     Args:
         metadata: Metadata of the step.
         mask: Mask for every layer; see `plan`.
         layers: Result of plan_layers for this step and mask.
     """
-    plans: list[RegionPlan] = []
+    plans: dict[Hashable, RegionPlan] = {}
     block_lists: dict[Hashable, Any] = {}
     query_tiles: QueryTiles | None = None
     for layer_plan in layers:
         spec = layer_plan.layer.spec
-        for name, choice in layer_plan.choices:
-            if layer_plan.regions[REGIONS.index(name)] != len(plans):
-                continue  # An earlier layer has the same plan.
+        for key, (name, choice) in zip(layer_plan.region_keys, layer_plan.choices, strict=True):
+            if key in plans:
+                continue
             batch, kernel = region_batch(metadata, name), choice.kernel
             region_mask = spec.mask_with(mask)
             if region_mask is not None:
@@ -169,8 +177,8 @@ def plan_regions(
             if has_tiles and query_tiles is None:
                 query_tiles = prefill_tiles(batch.metadata)
             tiles = query_tiles if has_tiles else None
-            plans.append(RegionPlan(mask=region_mask, kernel_plan=kernel_plan, query_tiles=tiles))
-    return tuple(plans)
+            plans[key] = RegionPlan(mask=region_mask, kernel_plan=kernel_plan, query_tiles=tiles, key=key)
+    return tuple(plans.values())
 
 
 plan_regions_jitted = jax.jit(plan_regions, static_argnames="layers")

@@ -36,7 +36,7 @@ class Plan:
     """Implementation choices, schedules and lists of a step. `print(plan)` shows a table.
 
     Attributes:
-        regions: Masks, schedules and lists of the regions, which the layers refer to.
+        regions: Masks, schedules and lists of the regions, which the layers find by `LayerPlan.region_keys`.
         mask: Mask of the step for every layer, in addition to the layers' specs; None adds none.
         seq_lens: Sequence lengths of the batch that the plan was built for.
         cascade: Plans of prefix and suffix for layers that use cascade attention; None if no layer does.
@@ -229,9 +229,9 @@ def plan_of_layer(
         if implementation is None or all(
             choice.implementation in requested for _, choice in layer_plan.choices
         ):
-            return layer_plan, tuple(plan.regions[i] for i in layer_plan.regions if i is not None)
+            return layer_plan, layer_plan.region_plans(plan.regions)
     (layer_plan,) = plan_layers(metadata, (layer,), mask, implementation=implementation)
-    return layer_plan, plan_regions_jitted(metadata, mask, (layer_plan,))
+    return layer_plan, layer_plan.region_plans(plan_regions_jitted(metadata, mask, (layer_plan,)))
 
 
 def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:

@@ -13,6 +13,7 @@ import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
 from jattn.implementations.region_inputs import RegionInputs
+from pallas_kernels.architectures import ARCHITECTURES, target
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, make_schedule, paged_decode, reference
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
