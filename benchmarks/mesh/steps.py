@@ -24,7 +24,7 @@ from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, replicated_sharding
 from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import ModelStep, step_graphs
+from jattn.serving.engine.step import ModelInputs, ModelStep, step_graphs
 
 BLOCK_SIZE = 16
 # Limits in standard deviations of a request's logits. With random bf16 weights, the mean difference between
@@ -291,13 +291,13 @@ class Steps:
         tokens = next_tokens(logits, sampling, num_generated, max_rows=self._max_rows).token_ids
         return (logits, tokens), caches
 
-    def _inputs(self, bucket: jattn.Bucket) -> list[Any]:
+    def _inputs(self, bucket: jattn.Bucket) -> list[ModelInputs]:
         ids: Any = np.arange(1, bucket.max_tokens + 1, dtype=np.int32)
         rows = bucket.max_reqs
         new = max(bucket.max_prefill_tokens // rows, 1)
         ends: Any = np.arange(new - 1, rows * new, new, dtype=np.int32)
         counts: Any = np.zeros(rows, np.int32)
-        return [ids, np.full_like(ids, -1), self._last_tokens, ends, counts]
+        return [ModelInputs(ids, np.full_like(ids, -1), self._last_tokens, ends, counts)]
 
 
 def bytes_per_device(params: Any, caches: Any) -> int:

@@ -30,7 +30,7 @@ from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
 from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import ModelStep
+from jattn.serving.engine.step import ModelInputs, ModelStep
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny_model"
 LLAMA_8B = {
@@ -204,12 +204,12 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
     graphs = jattn.DecodeGraphs(ModelStep(graphdef), [step.bucket for step in metadata.values()])
     max_batch = max(batches)
 
-    def inputs(batch: int) -> list[Any]:
+    def inputs(batch: int) -> ModelInputs:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        return [zeros(batch), zeros(batch), zeros(max_batch), jnp.arange(batch)]
+        return ModelInputs(zeros(batch), zeros(batch), zeros(max_batch), jnp.arange(batch))
 
-    def abstract_inputs(bucket: jattn.Bucket) -> list[Any]:
-        return jax.eval_shape(lambda: inputs(bucket.max_tokens))
+    def abstract_inputs(bucket: jattn.Bucket) -> list[ModelInputs]:
+        return [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
 
     start = time.perf_counter()
     graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract_inputs, progress=False)
@@ -219,7 +219,7 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
         counts, tokens = jnp.zeros(batch, jnp.int32), inputs(batch)
 
         def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
-            (logits, *_), caches = graphs(params, caches, metadata[batch], *tokens)
+            (logits, *_), caches = graphs(params, caches, metadata[batch], tokens)
             return next_tokens(logits, sampling, counts, max_rows=max_batch).token_ids, caches
 
         call = Call(step, caches)

@@ -11,7 +11,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.serving.engine.step import ModelStep
+from jattn.serving.engine.step import ModelInputs, ModelStep
 
 BUCKET = Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64)
 NUM_LAYERS = (2, 4)
@@ -44,13 +44,13 @@ def case(num_layers, family):
     caches = jax.eval_shape(lambda: model.create_caches(1000, block_size=BLOCK_SIZE))
     metadata = abstract_metadata(BUCKET, BLOCK_SIZE)
     sizes = BUCKET.max_tokens, BUCKET.max_tokens, 16, BUCKET.max_reqs
-    inputs = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+    inputs = ModelInputs(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes))
 
-    def run(params, caches, metadata, *inputs):
+    def run(params, caches, metadata, inputs):
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
-            return ModelStep(graphdef)(params, caches, metadata, *inputs)
+            return ModelStep(graphdef)(params, caches, metadata, inputs)
 
-    return run, (params, caches, metadata, *inputs)
+    return run, (params, caches, metadata, inputs)
 
 
 @functools.cache

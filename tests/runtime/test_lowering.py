@@ -18,7 +18,7 @@ from jattn.runtime import lowering
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.runtime.executable_files import FOLDER, ExecutableFiles
 from jattn.runtime.lowering import AbstractStep, LoweringProcesses, PickledStep
-from jattn.serving.engine.step import ModelStep
+from jattn.serving.engine.step import ModelInputs, ModelStep
 from tests.serving.tiny import one_layer_model
 
 BUCKET = Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=8, max_blocks=3)
@@ -42,24 +42,24 @@ def run(model, processes=None, files=None):
     graphs = DecodeGraphs(ModelStep(graphdef), [BUCKET], from_host=True)
     caches = model.create_caches(5, block_size=BLOCK_SIZE)
     tokens = np.arange(BUCKET.max_tokens, dtype=np.int32)
-    inputs = (
-        tokens,
-        np.full(BUCKET.max_tokens, -1, np.int32),
-        jnp.zeros(2, jnp.int32),
-        np.asarray([6, 0], np.int32),
+    inputs = ModelInputs(
+        token_ids=tokens,
+        source_rows=np.full(BUCKET.max_tokens, -1, np.int32),
+        last_tokens=jnp.zeros(2, jnp.int32),
+        logits_indices=np.asarray([6, 0], np.int32),
     )
     graphs.precompile(
         state,
         caches,
         block_size=BLOCK_SIZE,
-        inputs=lambda bucket: inputs,
+        inputs=lambda bucket: [inputs],
         progress=False,
         processes=processes,
         files=files,
     )
     graphs.wait()
     metadata = build_batch_metadata([5], [5], [[1, 2]], bucket=BUCKET, block_size=BLOCK_SIZE, to_device=False)
-    (logits, _, _), caches = graphs(state, caches, metadata, *inputs)
+    (logits, _, _), caches = graphs(state, caches, metadata, inputs)
     assert graphs.num_compiles == 1
     return jax.tree.map(np.asarray, (logits, caches))
 

@@ -38,7 +38,7 @@ class CascadeAttention:
         """Prepare the executables. Nothing is compiled yet.
 
         Args:
-            step: Step function from ModelStep; it receives the prefix length after its tokens.
+            step: Step function, a ModelStep.
             buckets: Buckets with decode rows of one token.
             spec: Attention of the model's layers, or of one of them.
             block_size: Number of tokens per block.
@@ -96,7 +96,7 @@ def make_cascade_attention(
 
     Args:
         model: The served model.
-        step: Step function from ModelStep.
+        step: Step function, a ModelStep.
         config: Configuration of the engine. If cascade_attention is None, it is used for long prefixes.
 
     Raises:

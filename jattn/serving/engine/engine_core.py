@@ -172,7 +172,7 @@ class EngineCore:
         seq_id, params = step.request_ids[row], sequence.sampling_params
         if outputs.prompt_logprobs is not None and params.prompt_logprobs is not None:
             first, prompt_ids = next_prompt_tokens(step, row, sequence)
-            index = int(inputs.logits_indices[row]) + 1 - step.query_lens[row]
+            index = int(inputs.model_inputs.logits_indices[row]) + 1 - step.query_lens[row]
             num_known = len(sequence.prompt_logprobs) - first  # After a preemption, some are already known.
             if num_known >= 0:
                 sequence.prompt_logprobs += [

@@ -43,6 +43,7 @@ from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.step import (
     ColdExecutable,
+    ModelInputs,
     ModelStep,
     SlidingWindowTables,
     WarmupRuns,
@@ -64,31 +65,21 @@ class StepInputs(NamedTuple):
         block_copies: Block copies to make before the step; see `Step`.
         sliding_window_copies: Block copies in the sliding-window layers; see `Step`.
         metadata: Metadata of the batch. Its bucket selects the executable.
-        window_tables: Tables of layers with their own blocks. None: all layers share the metadata's.
-        prefix_len: Number of tokens of a shared prefix that is read once; 0 without one.
-        token_ids: Token ids known to the host, by token.
-        source_rows: Row of the previous step whose new token this is, by token; -1: token_ids holds it.
-        logits_indices: Indices of the tokens whose logits are sampled: the last token of each row, then
-            padding. In a step with drafts: all tokens.
-        num_generated: Number of generated tokens of each row; see `sample`.
+        model_inputs: The model's other inputs, without last_tokens, which are on the device.
         sampling: Sampling parameters of each row.
         adjustments: Adjustments of the logits; None without any.
         num_logprobs: Number of log-probabilities per new token; None if not requested.
         prompt_next_ids: Prompt token after each token, for prompt log-probabilities; None if not requested.
         num_prompt_logprobs: Number of log-probabilities per prompt token.
-        drafts: Input of the proposer, whose tokens replace token_ids; None in a step without drafts.
+        drafts: Input of the proposer, whose tokens replace those of model_inputs; None in a step without
+            drafts.
         num_drafts: Number of drafts of each row; None in a step without drafts.
     """
 
     block_copies: Sequence[tuple[int, int]]
     sliding_window_copies: Sequence[tuple[int, int]]
     metadata: BatchMetadata
-    window_tables: SlidingWindowTables | None
-    prefix_len: int
-    token_ids: np.ndarray
-    source_rows: np.ndarray
-    logits_indices: np.ndarray
-    num_generated: np.ndarray
+    model_inputs: ModelInputs
     sampling: SamplingMetadata
     adjustments: LogitsAdjustments | None
     num_logprobs: int | None
@@ -217,12 +208,15 @@ class Runner:
             block_copies=step.block_copies,
             sliding_window_copies=step.sliding_window_copies,
             metadata=metadata,
-            window_tables=window_tables,
-            prefix_len=prefix_len,
-            token_ids=token_ids,
-            source_rows=source_rows,
-            logits_indices=logits_indices,
-            num_generated=num_generated,
+            model_inputs=ModelInputs(
+                token_ids=token_ids,
+                source_rows=source_rows,
+                last_tokens=None,
+                logits_indices=logits_indices,
+                num_generated=num_generated,
+                window_tables=window_tables,
+                common_prefix_len=np.asarray(prefix_len, np.int32) if prefix_len else None,
+            ),
             sampling=sampling,
             adjustments=adjustments,
             num_logprobs=max_num_logprobs([row_params.logprobs for row_params in params]),
@@ -242,22 +236,15 @@ class Runner:
                 self._caches = self._copies(self._caches, *copies)
                 if self._proposer is not None and inputs.block_copies:
                     self._proposer.copy_blocks(inputs.block_copies)
-            draft_ids = None
+            draft_ids, model_inputs = None, inputs.model_inputs._replace(last_tokens=self._last_tokens)
             if inputs.drafts is not None and self._proposer is not None:
                 draft_ids = self._proposer.start(inputs.drafts)
+                model_inputs = model_inputs._replace(token_ids=draft_ids)
 
-            runs = self._runs[inputs.prefix_len > 0]
+            is_cascade = model_inputs.common_prefix_len is not None
+            runs = self._runs[is_cascade]
             (logits, hidden, num_generated), self._caches = runs.graphs(
-                self._leaves,
-                self._caches,
-                inputs.metadata,
-                inputs.token_ids if draft_ids is None else draft_ids,
-                inputs.source_rows,
-                self._last_tokens,
-                inputs.logits_indices,
-                inputs.num_generated,
-                inputs.window_tables,
-                *([np.asarray(inputs.prefix_len, np.int32)] if inputs.prefix_len else ()),
+                self._leaves, self._caches, inputs.metadata, model_inputs
             )
 
             adjustments = inputs.adjustments
@@ -285,7 +272,7 @@ class Runner:
                 )
                 outputs = outputs._replace(prompt_logprobs=logprobs)
             self.num_steps += 1
-            self.num_cascade_steps += inputs.prefix_len > 0
+            self.num_cascade_steps += is_cascade
             runs.num_runs[inputs.metadata.bucket] += 1
             return outputs
 
@@ -470,7 +457,7 @@ class Runner:
 def arrange_tokens(
     step: Step, sequences: Sequence[SequenceState], lens: np.ndarray, bucket: Bucket, num_rows: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return token_ids, source_rows and logits_indices of a step's `StepInputs`.
+    """Return token_ids, source_rows and logits_indices of a step's `ModelInputs`.
 
     Args:
         step: Scheduled requests and tokens of the step.

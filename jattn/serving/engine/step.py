@@ -67,6 +67,31 @@ class SlidingWindowTables(NamedTuple):
     slot_mapping: Int32[Array, " tokens"]
 
 
+class ModelInputs(NamedTuple):
+    """Inputs of a ModelStep besides the metadata. The numpy arrays are transferred to the device together.
+
+    Attributes:
+        token_ids: Token ids known to the host [tokens].
+        source_rows: Sampler row of the previous step that generated a token [tokens]; -1 if `token_ids` holds
+            it.
+        last_tokens: New tokens of the previous step, by sampler row; on the device.
+        logits_indices: Indices of the tokens whose logits are sampled, by sampler row, then padding. In a
+            step with drafts: all tokens.
+        num_generated: Number of generated tokens of each sampler row. It passes through the step so that it
+            is transferred with the other inputs. None: the sampler gets it separately.
+        window_tables: Tables of layers with their own blocks. None: all layers share the metadata's.
+        common_prefix_len: Length of a prefix shared by all rows, which is read once. None: no prefix.
+    """
+
+    token_ids: Any
+    source_rows: Any
+    last_tokens: Any
+    logits_indices: Any
+    num_generated: Any = None
+    window_tables: SlidingWindowTables | None = None
+    common_prefix_len: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelStep:
     """The step function that is compiled for each bucket.
@@ -77,50 +102,30 @@ class ModelStep:
 
     graphdef: Any
 
-    def __call__(
-        self,
-        params: Any,
-        caches: Any,
-        metadata: Any,
-        token_ids: Array,
-        source_rows: Array,
-        last_tokens: Array,
-        logits_indices: Array,
-        num_generated: Array | None = None,
-        window_tables: SlidingWindowTables | None = None,
-        common_prefix_len: Array | None = None,
-    ) -> tuple[Any, Any]:
+    def __call__(self, params: Any, caches: Any, metadata: Any, inputs: ModelInputs) -> tuple[Any, Any]:
         """Run the model on a batch.
 
         Args:
             params: State of the model.
             caches: KV caches of all layers; donated.
             metadata: Metadata of the batch.
-            token_ids: Token ids known to the host [tokens].
-            source_rows: Sampler row of the previous step that generated a token [tokens]; -1 if `token_ids`
-                holds it.
-            last_tokens: New tokens of the previous step, by sampler row.
-            logits_indices: Indices of the tokens whose logits are sampled, by sampler row, then padding. In a
-                step with drafts: all tokens.
-            num_generated: Number of generated tokens of each sampler row. It passes through the step so that
-                it is transferred with the other inputs. None: the sampler gets it separately.
-            window_tables: Tables of layers with their own blocks. None: all layers share the metadata's.
-            common_prefix_len: Length of a prefix shared by all rows, which is read once. None: no prefix.
+            inputs: Tokens of the batch, and what some models or steps need besides.
 
         Returns:
             Logits at logits_indices, hidden states of all tokens after the final norm, num_generated; and the
             updated caches.
         """
         model = nnx.merge(self.graphdef, params)
-        if window_tables is not None:
-            metadata = PerKVCacheGroup(metadata, replace(metadata, **window_tables._asdict()))
-        if common_prefix_len is None:
+        if inputs.window_tables is not None:
+            metadata = PerKVCacheGroup(metadata, replace(metadata, **inputs.window_tables._asdict()))
+        if inputs.common_prefix_len is None:
             plan = model.plan(metadata, caches)
         else:
-            plan = model.plan(metadata, caches, common_prefix_len=common_prefix_len)
-        token_ids = jnp.where(source_rows >= 0, last_tokens[source_rows], token_ids)
+            plan = model.plan(metadata, caches, common_prefix_len=inputs.common_prefix_len)
+        source_rows = inputs.source_rows
+        token_ids = jnp.where(source_rows >= 0, inputs.last_tokens[source_rows], inputs.token_ids)
         hidden, caches = model(token_ids, caches, metadata, plan=plan)
-        return (model.logits(hidden[logits_indices]), hidden, num_generated), caches
+        return (model.logits(hidden[inputs.logits_indices]), hidden, inputs.num_generated), caches
 
 
 def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
@@ -377,8 +382,8 @@ def empty_step_inputs(
     max_rows: int,
     has_window_tables: bool,
     has_prefix: bool,
-) -> list[Any]:
-    """Return a step's inputs after the metadata, for an empty batch.
+) -> tuple[ModelInputs]:
+    """Return a ModelStep's inputs after the metadata, for an empty batch.
 
     They are numpy arrays, except for arrays that the device computes in real steps.
 
@@ -390,23 +395,22 @@ def empty_step_inputs(
         has_window_tables: Whether some layers have their own blocks.
         has_prefix: Whether the step reads a shared prefix once.
     """
-    # Rows of several tokens have drafts, which may come from the device.
-    token_ids: Any = (jnp.zeros if bucket.decode_query_len > 1 else np.zeros)(bucket.max_tokens, np.int32)
-    source_rows = np.full(bucket.max_tokens, -1, np.int32)
-    logits_indices = np.zeros(num_rows[bucket] * bucket.decode_query_len, np.int32)
     window_tables = None
     if has_window_tables:
         metadata = empty_metadata(bucket, block_size)
         window_tables = SlidingWindowTables(metadata.block_table, metadata.slot_mapping)
-    inputs = [
-        token_ids,
-        source_rows,
-        jnp.zeros(max_rows, jnp.int32),
-        logits_indices,
-        np.zeros(num_rows[bucket], np.int32),
-        window_tables,
-    ]
-    return [*inputs, np.zeros((), np.int32)] if has_prefix else inputs
+    # Rows of several tokens have drafts, which may come from the device.
+    make_token_ids: Any = jnp.zeros if bucket.decode_query_len > 1 else np.zeros
+    inputs = ModelInputs(
+        token_ids=make_token_ids(bucket.max_tokens, np.int32),
+        source_rows=np.full(bucket.max_tokens, -1, np.int32),
+        last_tokens=jnp.zeros(max_rows, jnp.int32),
+        logits_indices=np.zeros(num_rows[bucket] * bucket.decode_query_len, np.int32),
+        num_generated=np.zeros(num_rows[bucket], np.int32),
+        window_tables=window_tables,
+        common_prefix_len=np.zeros((), np.int32) if has_prefix else None,
+    )
+    return (inputs,)
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:

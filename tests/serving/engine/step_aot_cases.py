@@ -13,7 +13,7 @@ from jattn.models.decoder import Decoder
 from jattn.serving.engine.draft_model import FIRST_TOKENS, make_draft_step
 from jattn.serving.engine.sampler import build_sampling_metadata
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import ModelStep
+from jattn.serving.engine.step import ModelInputs, ModelStep
 from tests.models.decoder_aot_cases import BLOCK_SIZE, config
 
 ROWS, NUM_DRAFTS = 8, 4
@@ -36,7 +36,7 @@ def case(make, query_len, inputs):
 
 def padded_step_tokens(query_len):
     count = ROWS * query_len
-    return [ints(count), ints(count), ints(ROWS), ints(count)]
+    return ModelInputs(ints(count), ints(count), last_tokens=ints(ROWS), logits_indices=ints(count))
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def aot_cases():
     sampling = jax.eval_shape(lambda: build_sampling_metadata([warm], num_rows=ROWS))
     draft = functools.partial(make_draft_step, num_tokens=NUM_DRAFTS)
     return {
-        "drafts": case(ModelStep, 1 + NUM_DRAFTS, padded_step_tokens(1 + NUM_DRAFTS)),
-        "cascade": case(ModelStep, 1, [*padded_step_tokens(1), None, None, ints()]),
+        "drafts": case(ModelStep, 1 + NUM_DRAFTS, [padded_step_tokens(1 + NUM_DRAFTS)]),
+        "cascade": case(ModelStep, 1, [padded_step_tokens(1)._replace(common_prefix_len=ints())]),
         "draft model": case(draft, FIRST_TOKENS, [ints(ROWS * FIRST_TOKENS), sampling, ints(ROWS)]),
     }
