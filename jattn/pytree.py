@@ -7,7 +7,7 @@ tracers, shapes and placeholders that JAX puts into the leaves. Here JAX rebuild
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, dataclass_transform
 
 import jax
@@ -71,6 +71,27 @@ def _make_getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any
         return lambda fields: ()
     (name,) = names
     return lambda fields: (fields[name],)
+
+
+def lift_function(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+    """Return a function that takes the arrays that `function` captures as further arguments, and the arrays.
+
+    A function is a static part of a tree, so jax.custom_vjp does not see traced arrays that it captures. A
+    function that captures none is returned as it is, with ().
+
+    Args:
+        function: Function that returns one array.
+        arguments: Its arguments, as arrays or ShapeDtypeStructs.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
+        return function, ()
+    count = len(arguments)
+
+    def lifted(*args: Any) -> Any:
+        return jax.core.eval_jaxpr(closed.jaxpr, args[count:], *args[:count])[0]
+
+    return lifted, tuple(closed.consts)
 
 
 def construct_unchecked[T](cls: type[T], **fields: Any) -> T:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jattn.pytree import lift_function
 from pallas_kernels.checks import require
 from pallas_kernels.score_mod import KernelScoreMod, ScoreModType, TableType
 
@@ -109,24 +110,14 @@ class ScoreMod:
         return self.tree_unflatten((_LimitedQueries(self.function, num_queries), self.first_row), self.arrays)
 
     def lift_captured_arrays(self, score_dtype: Any) -> "ScoreMod":
-        """Return the score function with the traced arrays that it captures as arrays.
-
-        jax.custom_vjp does not see arrays that a static function captures.
+        """Return the score function with the traced arrays that it captures as arrays; see `lift_function`.
 
         Args:
             score_dtype: Dtype of the scores.
         """
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (score_dtype, *[jnp.int32] * 4)]
-        closed = jax.make_jaxpr(self.function)(*scalars, *self.arrays)
-        if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
-            return self
-        num_captured = len(closed.consts)
-
-        def function(*args: Any) -> Any:
-            captured, arguments = args[-num_captured:], args[:-num_captured]
-            return jax.core.eval_jaxpr(closed.jaxpr, captured, *arguments)[0]
-
-        return self.tree_unflatten((function, self.first_row), (*self.arrays, *closed.consts))
+        function, captured = lift_function(self.function, [*scalars, *self.arrays])
+        return self.tree_unflatten((function, self.first_row), (*self.arrays, *captured))
 
     def __call__(
         self, scores: Float[Array, "..."], row: Any, head: Any, query: Any, key: Any

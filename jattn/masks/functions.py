@@ -13,10 +13,12 @@ import numpy as np
 from jattn.masks.base import Mask
 from jattn.masks.in_kernel import KernelTiling
 from jattn.masks.pairs import Pairs
-from jattn.pytree import pytree, static
+from jattn.pytree import lift_function, pytree, static
 from pallas_kernels.checks import require
 
 NO_CAPTURED_ARRAYS = "there is no kernel for a mask function that closes over arrays or traced numbers"
+
+_PAIR = (jax.ShapeDtypeStruct((), np.int32),) * 3  # head, query and key
 
 
 @contextlib.contextmanager
@@ -108,19 +110,17 @@ class LiftedMaskFunction(Mask):
 
     Attributes:
         arrays: Arrays that the function captures.
-        jaxpr: Static: the function of the captured arrays, a head, a query and a key.
+        function: Static: the function of a head, a query, a key and the captured arrays.
     """
 
     arrays: tuple[Any, ...]
-    jaxpr: Any = static()
+    function: Callable[..., Any] = static()
 
     row_axes: ClassVar[dict[str, int]] = {}
 
     @property
     def _function(self) -> MaskFunction:
-        return MaskFunction(
-            jnp.vectorize(lambda *pair: jax.core.eval_jaxpr(self.jaxpr, self.arrays, *pair)[0])
-        )
+        return MaskFunction(jnp.vectorize(lambda *pair: self.function(*pair, *self.arrays)))
 
     @property
     @override
@@ -137,22 +137,17 @@ class LiftedMaskFunction(Mask):
 
 
 def lift_captured_arrays(mask: Mask) -> Mask:
-    """Return the mask with the traced arrays that its functions capture as fields.
-
-    jax.custom_vjp does not see arrays that a static function captures.
-    """
+    """Return the mask with the traced arrays that its functions capture as fields; see `lift_function`."""
     return mask.map_leaves(lambda leaf: _lift(leaf) if isinstance(leaf, MaskFunction) else leaf)
 
 
 def mask_function_jaxpr(mask: MaskFunction) -> Any:
     """Return the mask's function as a jaxpr, whose constants are the captured arrays."""
-    scalar = jax.ShapeDtypeStruct((), np.int32)
     with elementwise():
-        return jax.make_jaxpr(mask.function)(scalar, scalar, scalar)
+        return jax.make_jaxpr(mask.function)(*_PAIR)
 
 
 def _lift(mask: MaskFunction) -> Mask:
-    closed = mask_function_jaxpr(mask)
-    if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
-        return mask
-    return LiftedMaskFunction(arrays=tuple(closed.consts), jaxpr=closed.jaxpr)
+    with elementwise():
+        function, arrays = lift_function(mask.function, _PAIR)
+    return LiftedMaskFunction(arrays=arrays, function=function) if arrays else mask
