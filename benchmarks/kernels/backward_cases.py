@@ -92,6 +92,12 @@ def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.
     return masks.VerticalSlash.from_indices(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
+def slashes(q_heads: int, tokens: int) -> masks.Mask:
+    """Return the slashes of `vertical_slash` without the gathered columns, as a kernel computes them."""
+    _, remainder = vertical_slash(q_heads, tokens, gather=True).split_gathered()
+    return remainder
+
+
 # Modifier -> fields of Score. Its arrays come from `make_sinks` and `modifier_arrays`.
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -108,12 +114,13 @@ MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
     **{f"blocks_{density}": functools.partial(random_blocks, 128, density) for density in (0.5, 0.25, 0.1)},
     **{
         f"blocks_{size}_{density}": functools.partial(random_blocks, size, density)
-        for size in (64, 32)
+        for size in (64, 32, 16)
         for density in (0.25, 0.1)
     },
     "local_strided": local_strided,
     "documents_window": documents_window,
     "vertical_slash": vertical_slash,
+    "slashes": slashes,
 }
 CHOICES = (*MODIFIERS, *MASKS)
 

@@ -82,6 +82,11 @@ class Mask(abc.ABC):
         return False
 
     @property
+    def has_isolated_slashes(self) -> bool:
+        """Return whether the mask consists of diagonals that few tiles share."""
+        return False
+
+    @property
     def skips_most_tiles(self) -> bool:
         """Whether a query of a long request typically attends to few of its tiles of keys."""
         return False

@@ -17,8 +17,9 @@ from jattn.pytree import pytree, static
 from pallas_kernels import architectures
 from pallas_kernels.checks import require, require_int
 from pallas_kernels.varlen_prefill import (
-    MAX_KEY_BLOCKS,
-    MAX_QUERY_WORDS,
+    ALL_COLUMNS,
+    MAX_COLUMN_BLOCKS,
+    MAX_ROW_BLOCKS,
     BlockBits,
     BlockBitWords,
     KernelMask,
@@ -197,7 +198,7 @@ class BlockMask(Mask):
         """Return the coverage of tiles. In tiles of many blocks, a part of a cell counts as all of it."""
         sizes, blocks = (self.block_q, self.block_kv), jnp.asarray(self.blocks)
         cells = tuple(
-            1 if size is None or max_blocks_per_tile(tile, size) <= MAX_KEY_BLOCKS else -(-CELL // size)
+            1 if size is None or max_blocks_per_tile(tile, size) <= MAX_COLUMN_BLOCKS else -(-CELL // size)
             for tile, size in zip(tiles.size, sizes, strict=True)
         )
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
@@ -233,7 +234,9 @@ class BlockMask(Mask):
         blocks = blocks.reshape(-1, *blocks.shape[-3:])
         first = None if first is None else jnp.asarray(first).astype(jnp.int32)
         num_q_heads = tiling.num_heads[0]
-        limits = (tiling.queries, self.block_q, MAX_QUERY_WORDS), (tiling.keys, self.block_kv, MAX_KEY_BLOCKS)
+        tiles_and_blocks = (tiling.queries, self.block_q), (tiling.keys, self.block_kv)
+        rows, columns = tiles_and_blocks[::-1] if tiling.has_key_rows else tiles_and_blocks
+        limits = (*rows, MAX_ROW_BLOCKS), (*columns, MAX_COLUMN_BLOCKS)
         if any(block and max_blocks_per_tile(tile, block) > limit for tile, block, limit in limits):
             pairs = jnp.repeat(jnp.repeat(blocks, self.block_q or 1, axis=2), self.block_kv, axis=3)
             return PairBits.make(
@@ -245,13 +248,14 @@ class BlockMask(Mask):
                 has_key_rows=tiling.has_key_rows,
             )
         fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
-        is_aligned = fits and not tiling.is_packed
-        bits = BlockBitWords if tiling.needs_words and not is_aligned else BlockBits
+        is_aligned = fits and not (tiling.is_packed or tiling.has_key_rows)
+        needs_words = tiling.needs_words or tiling.has_key_rows
+        bits = BlockBitWords if needs_words and not is_aligned else BlockBits
         return bits(
-            words=BlockBits.pack(blocks),
-            first_q_block=first,
-            block_q=self.block_q,
-            block_kv=self.block_kv,
+            words=BlockBits.pack(jnp.swapaxes(blocks, 2, 3) if tiling.has_key_rows else blocks),
+            first_q_block=None if self.block_q is None else first,
+            row_block=rows[1],
+            column_block=columns[1] or ALL_COLUMNS,
             group=num_q_heads // blocks.shape[1],
             is_aligned=is_aligned,
         )

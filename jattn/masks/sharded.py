@@ -206,7 +206,7 @@ class RankRanges(KernelMask):
     @override
     def visible(self, tile: PairTile, loaded: tuple[Any, Any]) -> Words:
         shift, rank = loaded
-        begin, end = visible_range(self.mask, jnp.maximum(tile.query_positions + shift, 0))
+        begin, end = visible_range(self.mask, jnp.maximum(tile.row_positions + shift, 0))
         all_columns = tile.fill_rows(jnp.int32(tile.shape[1]))
         return tile.words_in_range(
             None if begin is None else self._num_keys(rank, begin) - tile.first_key,

@@ -276,6 +276,7 @@ class UngatheredVerticalSlash(VerticalSlash):
         gathered: Whether each key is gathered; same shape as `columns`.
     """
 
+    has_isolated_slashes = True  # like the gathered columns: typically both come from the same selection
     gathered: Bool[Array, "*reqs q_heads positions"]
     row_axes: ClassVar[dict[str, int]] = {**VerticalSlash.row_axes, "gathered": 3}
 

@@ -6,6 +6,7 @@ from pallas_kernels.varlen_backward.sizes import (
     BackwardSizes,
     default_layer_sizes,
     default_sizes,
+    list_block_sizes,
     mean_visible_keys,
 )
 from pallas_kernels.varlen_backward.tile_lists import (

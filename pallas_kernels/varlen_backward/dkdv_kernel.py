@@ -218,6 +218,8 @@ def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
     sizes = spec.sizes
     stages, dout_stages = sizes.teams * sizes.stages, sizes.teams * spec.dout_stages
     num_loaded = 2 if spec.computes.dk else 1  # keys, and values for dk
+    num_copies = spec.num_head_panels * spec.runs_per_tile
+    num_stats_copies = 1 if spec.runs_per_tile == 1 else 2 * spec.runs_per_tile
 
     def warpgroup_barriers(num: int) -> ScratchType:
         return plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=num)
@@ -228,9 +230,9 @@ def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
         ),
         kv_free=warpgroup_barriers(sizes.teams),
         kv_products_issued=warpgroup_barriers(1),
-        q_full=plgpu.Barrier(num_arrivals=spec.num_head_panels, num_barriers=stages),
+        q_full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
         q_free=warpgroup_barriers(stages),
-        dout_full=plgpu.Barrier(num_arrivals=spec.num_head_panels + 1, num_barriers=dout_stages),
+        dout_full=plgpu.Barrier(num_arrivals=num_copies + num_stats_copies, num_barriers=dout_stages),
         dout_free=warpgroup_barriers(dout_stages),
         ds_full=warpgroup_barriers(DS_BUFFERS),
     )

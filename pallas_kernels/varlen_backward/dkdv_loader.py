@@ -1,13 +1,15 @@
 """The loading warp of the dk/dv kernel: loads keys and values, then the queries and dO of each step."""
 
 import functools
+import itertools
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import PANEL, TokenRows
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
+from pallas_kernels.shared.memory import BULK_COPY, TokenRows
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
 from pallas_kernels.varlen_backward.spec import BackwardSpec
@@ -53,12 +55,17 @@ class DkDvLoader:
         inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full.at[self.team]
         team_size = self.spec.sizes.team_size
         for rank in range(team_size):
-            wg, row = self.team * team_size + rank, align_row(work_tile["first_key_row"] + rank * PANEL)
+            wg, row = (
+                self.team * team_size + rank,
+                align_row(work_tile["first_key_row"] + rank * WARPGROUP_ROWS),
+            )
             for panel in range(self.spec.num_head_panels):
                 index = (work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
-                copy_rows(inputs.key, row, index, smem.key.at[wg, panel], full, num_rows=PANEL)
+                copy_rows(inputs.key, row, index, smem.key.at[wg, panel], full, num_rows=WARPGROUP_ROWS)
                 if self.spec.computes.dk:
-                    copy_rows(inputs.value, row, index, smem.value.at[wg, panel], full, num_rows=PANEL)
+                    copy_rows(
+                        inputs.value, row, index, smem.value.at[wg, panel], full, num_rows=WARPGROUP_ROWS
+                    )
         plgpu.copy_gmem_to_smem(
             inputs.schedule.table.at[work_tile.row], smem.tile_columns.at[self.team], full
         )
@@ -67,26 +74,37 @@ class DkDvLoader:
         """Load the query tiles of a query head, the first as step `step`; return one past the last step."""
         head, steps = work_tile.head(index), work_tile.steps(index)
 
-        def load_and_prefetch(i: Scalar, tile: Scalar) -> Scalar:
-            next_tile = steps.tile(jnp.minimum(i + 1, steps.num_steps - 1))
-            self.load_tile(work_tile, head, tile, step + i)
-            return next_tile
+        def load_and_prefetch(i: Scalar, runs: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+            next_runs = steps.runs(jnp.minimum(i + 1, steps.num_steps - 1))
+            self.load_tile(work_tile, head, runs, step + i)
+            return next_runs
 
         if self.spec.has_lists:  # a list is in global memory, so read entries one step ahead
-            lax.fori_loop(0, steps.num_steps, load_and_prefetch, steps.tile(jnp.int32(0)))
+            lax.fori_loop(0, steps.num_steps, load_and_prefetch, steps.runs(jnp.int32(0)))
         else:
-            pl.loop(0, steps.num_steps)(lambda i: self.load_tile(work_tile, head, steps.tile(i), step + i))
+            pl.loop(0, steps.num_steps)(lambda i: self.load_tile(work_tile, head, steps.runs(i), step + i))
         return step + steps.num_steps
 
-    def load_tile(self, work_tile: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
-        """Load the queries, dO and row statistics of a query tile as step `step`."""
+    def load_tile(
+        self, work_tile: BackwardWorkTile, head: Scalar, runs: tuple[Scalar, ...], step: Scalar
+    ) -> None:
+        """Load the queries, dO and row statistics of a query tile.
+
+        Args:
+            work_tile: Work tile of the keys.
+            head: Query head.
+            runs: Index of each run of consecutive queries of the tile.
+            step: Step of the tile.
+        """
         stages, barriers, smem = self.spec.step_stages(step, self.team), self.barriers, self.smem
-        row, tile_q = work_tile.query_row(tile), self.spec.sizes.tile_q
+        length = self.spec.run_length
+        rows = [(pl.ds(n * length, length), work_tile.query_row(run)) for n, run in enumerate(runs)]
 
         def copy_panels(array: TokenRows, to_s: Ref, full: Barriers) -> None:
             for panel in range(self.spec.num_head_panels):
                 index = (head, *self.spec.gmem_panel_index(panel, step * 0))
-                copy_rows(array, row, index, to_s.at[panel], full, num_rows=tile_q)
+                for rows_s, row in rows:
+                    copy_rows(array, row, index, to_s.at[panel, rows_s], full, num_rows=length)
 
         def wait_until_free(free: Barriers, num_stages: int, stage: Scalar) -> None:
             pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
@@ -99,5 +117,12 @@ class DkDvLoader:
         stage, full = stages.dout, barriers.dout_full.at[stages.dout]
         wait_until_free(barriers.dout_free, self.spec.dout_stages, stage)
         copy_panels(self.inputs.dout, smem.dout.at[stage], full)
-        stats_g = self.inputs.row_stats.at[head, pl.ds(0, 2), pl.ds(row, tile_q)]
-        plgpu.copy_gmem_to_smem(stats_g, smem.stats_and_columns.at[stage], full)
+        stats_g, stats_s = self.inputs.row_stats.at[head], smem.stats_and_columns.at[stage]
+        if len(runs) == 1:
+            ((_, row),) = rows
+            plgpu.copy_gmem_to_smem(stats_g.at[pl.ds(0, 2), pl.ds(row, length)], stats_s, full)
+            return
+        # Only one statistic of a run is contiguous in shared memory.
+        for index, (rows_s, row) in itertools.product(range(2), rows):
+            source, to = stats_g.at[index, pl.ds(row, length)], stats_s.at[index, rows_s]
+            plgpu.copy_gmem_to_smem(source, to, full, oob_mode=BULK_COPY)

@@ -3,6 +3,8 @@
 If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ to global memory.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.layouts import WGMMA
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
@@ -127,11 +129,12 @@ class DkDvMainloop:
 
             def compute_tile(is_masked: bool) -> Callable[[Scalar, DkDvState], DkDvState]:
                 def compute(i: Scalar, state: DkDvState) -> DkDvState:
-                    entry = steps.entry(i)
-                    tile_index = entry_tile(entry) if self.spec.has_warpgroup_bits else entry
-                    tile = QueryTile(work_tile, head, tile_index, slope, is_masked)
                     if not self.spec.has_warpgroup_bits:
+                        num_missing = steps.num_missing - i * steps.runs_per_tile
+                        tile = QueryTile(work_tile, head, steps.runs(i), slope, is_masked, num_missing)
                         return compute_step(tile, step + i, state)
+                    entry = steps.entry(i)
+                    tile = QueryTile(work_tile, head, (entry_tile(entry),), slope, is_masked)
                     is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
                     return lax.cond(
                         is_needed,
@@ -460,9 +463,9 @@ class DkDvMainloop:
 
         def store(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
             (swizzled,), (plain,) = both_views
-            first_row = work_tile["first_key_row"] + self.rank * PANEL
+            first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS
             begin, end = (
-                jnp.clip(work_tile[name] - self.rank * PANEL, 0, PANEL)
+                jnp.clip(work_tile[name] - self.rank * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
                 for name in ("store_begin", "store_end")
             )
 
@@ -492,7 +495,7 @@ class DkDvMainloop:
         def _() -> None:
             for rank in range(sizes.team_size):
                 wg = rank if sizes.teams == 1 else self.team
-                clear_rows(self.smem.key.at[wg], begin - rank * PANEL, end - rank * PANEL)
+                clear_rows(self.smem.key.at[wg], begin - rank * WARPGROUP_ROWS, end - rank * WARPGROUP_ROWS)
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, tile_s: Ref) -> None:
@@ -508,12 +511,27 @@ def clear_invalid_queries(tile: QueryTile, tile_s: Ref, *, fence: Callable[[], N
         tile_s: Its queries or dO in shared memory, [chunks, tile_q, width].
         fence: Function that makes the zeros visible to the matrix product.
     """
-    (begin, end), tile_q = tile.valid_rows(), tile_s.shape[1]
+    tile_q, num_runs = tile_s.shape[1], len(tile.runs)
+    length, first, end = tile_q // num_runs, tile.work_tile["first_position"], tile.work_tile["seq_len"]
+    positions = [tile.work_tile.position(run) for run in tile.runs]
+    is_outside = [(first > position) | (end - position < length) for position in positions]
 
-    @pl.when((begin > 0) | (end < tile_q))
+    @pl.when(functools.reduce(operator.or_, is_outside))
     def _() -> None:
         for start in range(0, tile_q, PANEL):
-            clear_rows(tile_s.at[slice(None), pl.ds(start, PANEL)], begin - start, end - start)
+
+            def query_position(shape: tuple[int, ...], start: int = start) -> Tile:
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+                first_run = start // length
+                offset = positions[first_run] + (start - first_run * length)
+                for run in range(first_run + 1, (start + PANEL) // length):
+                    first_row = run * length - start
+                    offset = jnp.where(row >= first_row, positions[run] - first_row, offset)
+                return row + offset
+
+            clear_masked_out(
+                tile_s.at[slice(None), pl.ds(start, PANEL)], pl.ds(0, PANEL), query_position, first, end
+            )
         fence()
 
 

@@ -9,8 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.score_mod import KernelScoreMod, Lookups, PairValue, Positions, ScoreTile
-from pallas_kernels.shared.layouts import COLUMN, ROW
-from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
@@ -18,7 +17,7 @@ from pallas_kernels.varlen_backward.schedule import visible_query_range
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
-from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
+from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, LoadedMask, join_half_words
 from pallas_kernels.varlen_prefill.softmax import load_column_indices
 
 
@@ -96,20 +95,6 @@ class TransposedPairTile(PairTile):
         return self.first_query
 
     @property
-    def num_queries(self) -> int:
-        """Number of queries in the tile."""
-        return self.shape[1]
-
-    @property
-    def query_positions(self) -> Columns:
-        """Position of each query."""
-        return plgpu.broadcasted_iota(jnp.int32, self.shape[1:], 0, layout=COLUMN) + self.first_query
-
-    def fill_queries(self, x: Scalar) -> Columns:
-        """Return a value per query, all equal to `x`."""
-        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[1:], []), COLUMN)
-
-    @property
     def query(self) -> Tile:
         """Position of each pair's query."""
         return self.columns().astype(jnp.int32) + self.first_query
@@ -120,27 +105,41 @@ class TransposedPairTile(PairTile):
         return self.broadcast_rows(self.row_positions)
 
 
+NO_QUERY = 2**30  # position of the queries of runs that a tile lacks: after the end of every request
+
+
 class QueryTile(NamedTuple):
     """A query tile that attends to the keys of a work tile.
 
     Attributes:
         work_tile: Work tile of the keys.
         head: Query head.
-        tile_index: Index of the query tile in the request.
+        runs: Index of each run of consecutive queries: of a tile of consecutive queries, the tile's index in
+            the request. A missing run has the index of another run.
         slope: ALiBi slope of the head times log2(e), or None.
         is_masked: Whether the tile needs a mask. Static.
+        num_missing: Number of missing runs, the first ones of the tile. At most 0 for none.
     """
 
     work_tile: BackwardWorkTile
     head: Scalar
-    tile_index: Scalar
+    runs: tuple[Scalar, ...]
     slope: Scalar | None
     is_masked: bool
+    num_missing: Scalar | int = 0
 
-    def valid_rows(self) -> tuple[Scalar, Scalar]:
-        """Return the range [first_row, end_row) of the tile's rows that hold queries of the request."""
-        position = self.work_tile.position(self.tile_index)
-        return self.work_tile["first_position"] - position, self.work_tile["seq_len"] - position
+    @property
+    def tile_index(self) -> Scalar:
+        """Index of a tile of consecutive queries in the request."""
+        (run,) = self.runs
+        return run
+
+    def run_starts(self) -> tuple[Scalar, ...]:
+        """Return the position of the first query of each run; NO_QUERY for missing runs."""
+        starts = [self.work_tile.position(run) for run in self.runs]
+        *others, last = starts  # the last run is never missing
+        starts = [jnp.where(n < self.num_missing, NO_QUERY, start) for n, start in enumerate(others)]
+        return *starts, last
 
 
 class TileProbabilities(NamedTuple):
@@ -161,11 +160,11 @@ class LoadedScoreData(NamedTuple):
     """Data in global memory that the mask and the score function of a tile need.
 
     Attributes:
-        mask: Data of the mask.
+        mask: Data of the mask, for each run of the tile's queries; () if there is none.
         lookups: Lookups of the score function, or None without one.
     """
 
-    mask: LoadedMask
+    mask: tuple[LoadedMask, ...]
     lookups: Lookups | None
 
 
@@ -199,10 +198,11 @@ class DkDvScores:
 
     def load(self, tile: QueryTile) -> LoadedScoreData:
         """Load what the mask and the score function of a tile need; the data is in global memory."""
-        mask, lookups = (), None
+        mask: tuple[LoadedMask, ...] = ()
+        lookups = None
         if tile.is_masked and jax.tree.leaves(self.mask):
             assert self.mask is not None
-            mask = self.mask.load(self._pairs(tile), tile.work_tile["req"])
+            mask = tuple(self.mask.load(pairs, tile.work_tile["req"]) for pairs in self._run_pairs(tile))
         if self.score_mod is not None:
             # The accumulators leave too few registers for a branch.
             score_tile = self._score_tile(tile)
@@ -266,41 +266,53 @@ class DkDvScores:
         distances = jnp.maximum(self._columns() - self._broadcast_rows(first.astype(f32)), 0.0)
         return y - jnp.sqrt(distances) * slope
 
-    def _masked(self, y: Tile, tile: QueryTile, loaded: LoadedMask) -> Tile:
+    def _masked(self, y: Tile, tile: QueryTile, loaded: tuple[LoadedMask, ...]) -> Tile:
         """Return the exponents with -inf for invisible pairs."""
         # Without the mask, each key is visible to a contiguous range of queries.
         work_tile = tile.work_tile
         first, seq_len = work_tile["first_position"], work_tile["seq_len"]
-        row = self._rows() + self.rank * PANEL
+        row = self._rows() + self.rank * WARPGROUP_ROWS
         first_query, end_query = visible_query_range(
             self.spec.score, row + work_tile["key_position"], first, seq_len
         )
         is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
         end_query = jnp.where(is_valid, end_query, first_query)
-        position = work_tile.position(tile.tile_index)
-        first_query, end_query = first_query - position, end_query - position
-        pairs, mask = self._pairs(tile), self.mask
-        words = pairs.words_in_range(first_query, end_query)
-        if mask is None:
-            return pairs.masked(y, words)
-        visible = mask.visible(pairs, loaded)
-        if mask.is_words:
-            return pairs.masked(y, tuple(a & b for a, b in zip(visible, words, strict=True)))
-        return pairs.masked(jnp.where(visible, y, -jnp.inf), words)
+        words: list[Rows] = []
+        runs = self._run_pairs(tile)
+        for pairs, data in zip(runs, loaded or ((),) * len(runs), strict=True):
+            run_words = pairs.words_in_range(first_query - pairs.first_query, end_query - pairs.first_query)
+            if self.mask is not None:
+                visible = self.mask.visible(pairs, data)
+                if not self.mask.is_words:
+                    # Only tiles of consecutive queries have such masks.
+                    return pairs.masked(jnp.where(visible, y, -jnp.inf), run_words)
+                run_words = tuple(a & b for a, b in zip(visible, run_words, strict=True))
+            words += run_words
+        if self.spec.run_length < WORD_BITS:
+            words = list(join_half_words(words))
+        return runs[0].masked(y, tuple(words))
 
-    def _pairs(self, tile: QueryTile) -> TransposedPairTile:
-        return TransposedPairTile(
-            head=tile.head,
-            first_query=tile.work_tile.position(tile.tile_index),
-            first_key=tile.work_tile["key_position"] + self.rank * PANEL,
-            columns=self._columns,
-            shape=self.spec.s_shape,
-            interpret=self.spec.interpret,
+    def _run_pairs(self, tile: QueryTile) -> tuple[TransposedPairTile, ...]:
+        """Return the pairs of each run of consecutive queries; 16 come with the 16 queries after them."""
+        first_key = tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS
+        return tuple(
+            TransposedPairTile(
+                head=tile.head,
+                first_query=start,
+                first_key=first_key,
+                columns=self._columns,
+                shape=(WARPGROUP_ROWS, max(self.spec.run_length, WORD_BITS)),
+                interpret=self.spec.interpret,
+            )
+            for start in tile.run_starts()
         )
 
     def _score_tile(self, tile: QueryTile) -> ScoreTile:
         """Return the pairs of the tile as a score function takes them."""
-        tile_q, first_key = self.spec.sizes.tile_q, tile.work_tile["key_position"] + self.rank * PANEL
+        tile_q, first_key = (
+            self.spec.sizes.tile_q,
+            tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS,
+        )
 
         def columns() -> Columns:
             return plgpu.broadcasted_iota(jnp.int32, (tile_q,), 0, layout=COLUMN)
@@ -312,16 +324,16 @@ class DkDvScores:
             query=Positions(
                 tile.work_tile.position(tile.tile_index), columns, (1,), tile_q, self._column_indices
             ),
-            key=Positions(first_key, self._rows, (0,), PANEL),
+            key=Positions(first_key, self._rows, (0,), WARPGROUP_ROWS),
             query_axis=1,
             is_interpreted=self.spec.is_interpreted,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:
-        return self._rows() + (tile.work_tile["key_position"] + self.rank * PANEL)
+        return self._rows() + (tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS)
 
     def _rows(self) -> Rows:
-        return plgpu.broadcasted_iota(jnp.int32, (PANEL,), 0, layout=ROW)
+        return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)
 
     def _columns(self) -> Tile:
         """Return the index of each query within its tile."""

@@ -17,6 +17,7 @@ from pallas_kernels.checks import (
     require_arrays,
     require_axes,
     require_built_for,
+    require_one_of,
     require_shape,
 )
 from pallas_kernels.score_mod import KernelScoreMod
@@ -38,7 +39,12 @@ from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
-from pallas_kernels.varlen_backward.sizes import BackwardSizes, check_head_dim, default_layer_sizes
+from pallas_kernels.varlen_backward.sizes import (
+    BackwardSizes,
+    check_head_dim,
+    default_layer_sizes,
+    list_block_sizes,
+)
 from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, heads_per_l2_group
@@ -153,8 +159,12 @@ def varlen_backward(
     require_built_for("schedule", schedule.built_for, needed)
     rows, meaning = max_tiles(kv_tokens, reqs, sizes.tile_kv), f"{kv_tokens} keys of {reqs} requests"
     require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
-    dq_block_size = None
+    query_block_size = dq_block_size = None
     if lists is not None:
+        query_block_size = lists.built_for.list_block_size
+        allowed = None, *list_block_sizes(sizes)
+        require_one_of("lists.built_for.list_block_size", query_block_size, allowed)
+        needed = dataclasses.replace(needed, list_block_size=query_block_size)
         require_built_for("lists", lists.built_for, needed)
         meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
         require_shape("lists.order", lists.order.shape, (rows * kv_heads,), meaning)
@@ -170,7 +180,8 @@ def varlen_backward(
         kv_heads=kv_heads, group=q_heads // kv_heads,
         head=head_chunks(head_dim) if sizes.per_warp_mma else head_panels(head_dim),
         score=score, sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None,
-        has_lists=lists is not None, computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
+        has_lists=lists is not None, list_block_size=query_block_size,
+        computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays.

@@ -52,6 +52,7 @@ class BackwardScheduleKey:
         mask: Causality, window and chunk size, see Score.mask.
         sizes: Tile sizes of the kernel.
         num_tokens: Number of rows of the queries, including padding, if there is a dq kernel; else None.
+        list_block_size: Number of queries per list entry if several fill a tile; None otherwise.
     """
 
     kv_tokens: int
@@ -59,6 +60,7 @@ class BackwardScheduleKey:
     mask: tuple[bool, tuple[int | None, int | None], int | None]
     sizes: BackwardSizes
     num_tokens: int | None
+    list_block_size: int | None = None
 
 
 class BackwardSchedule(NamedTuple):

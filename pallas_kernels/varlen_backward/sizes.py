@@ -120,6 +120,14 @@ class BackwardSizes:
         return (dq.tile_kv, dq.warpgroups) == (WARPGROUP_ROWS, WARPGROUPS)
 
 
+def list_block_sizes(sizes: BackwardSizes) -> tuple[int, ...]:
+    """Return the numbers of queries per list entry for which a tile of the dk/dv kernel holds several.
+
+    Only warpgroups with their own lists have such tiles.
+    """
+    return (16, 32) if sizes.teams > 1 else ()
+
+
 def check_head_dim(sizes: BackwardSizes, head_dim: int) -> None:
     """Raise ValueError if the kernels of these sizes cannot compute the gradients of heads of this width."""
     fix = f"Use default_sizes({head_dim})"

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
@@ -64,6 +65,8 @@ class BackwardSpec:
         has_alibi: Whether scores have an ALiBi bias.
         has_lists: Whether work tiles follow tile lists, instead of all query tiles that `score` leaves
             visible.
+        list_block_size: Number of queries per list entry if several entries fill a tile; None if an entry is
+            a tile.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -76,6 +79,7 @@ class BackwardSpec:
     computes: ComputedGrads
     has_alibi: bool
     has_lists: bool
+    list_block_size: int | None = None
     interpret: Interpret = None
 
     @property
@@ -112,6 +116,16 @@ class BackwardSpec:
         return self.head.num_chunks
 
     @property
+    def run_length(self) -> int:
+        """Number of consecutive queries in a tile: all of them, or the queries of a list entry."""
+        return self.list_block_size or self.sizes.tile_q
+
+    @property
+    def runs_per_tile(self) -> int:
+        """Number of runs of consecutive queries, which are the entries of a list, in a tile."""
+        return self.sizes.tile_q // self.run_length
+
+    @property
     def has_warpgroup_bits(self) -> bool:
         """Whether list entries say which warpgroup needs a tile.
 
@@ -123,7 +137,7 @@ class BackwardSpec:
     @property
     def s_shape(self) -> tuple[int, int]:
         """Shape of a warpgroup's transposed scores: its keys and a tile of queries."""
-        return PANEL, self.sizes.tile_q
+        return WARPGROUP_ROWS, self.sizes.tile_q
 
     @property
     def num_query_panels(self) -> int:

@@ -3,6 +3,7 @@
 They are the transpose of varlen_prefill's lists, which name the KV tiles that each query tile attends to.
 """
 
+import dataclasses
 import functools
 import operator
 from typing import NamedTuple
@@ -28,14 +29,14 @@ class BackwardTileLists(NamedTuple):
 
     Attributes:
         order: Work tiles in processing order, see BackwardSchedule.order.
-        entries: One list of query tiles per key tile and query head: partial tiles, then full ones. Elements
-            after the end of a list are undefined. With a dq kernel and one team, bit QUERY_BLOCK_SHIFT + w
-            says whether the query tile attends to the 64 keys of warpgroup w; if not, that warpgroup skips
-            the tile.
-        num_partial: Number of partial tiles in each list.
-        num_full: Number of full tiles in each list.
+        entries: One list of query tiles, or blocks of queries, per key tile and query head: partial ones,
+            then full ones. Elements after the end of a list are undefined. With a dq kernel and one team,
+            bit QUERY_BLOCK_SHIFT + w says whether the query tile attends to the 64 keys of warpgroup w; if
+            not, that warpgroup skips the tile.
+        num_partial: Number of partial entries in each list.
+        num_full: Number of full entries in each list.
         dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.
-        built_for: Static arguments that the schedule of these lists was built for.
+        built_for: Static arguments that the schedule of these lists was built for, and list_block_size.
     """
 
     order: Int32[Array, " work_tiles"]
@@ -59,7 +60,7 @@ class BackwardMask(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """Query tiles that the tile codes refer to, in token order; columns of a varlen_prefill schedule.
+    """Query tiles, or blocks, that the tile codes refer to, in token order; see varlen_prefill's schedule.
 
     Attributes:
         first_tiles: Index of each request's first tile, and the number of tiles.
@@ -79,25 +80,31 @@ def make_tile_lists(
     *,
     kv_heads: int,
     sizes: BackwardSizes,
+    list_block_size: int | None = None,
 ) -> BackwardTileLists:
     """Build the tile lists for the key tiles of a schedule.
 
     Args:
         schedule: Schedule of the key tiles.
-        query_tiles: Query tiles of `sizes.tile_q` rows. The first tile of a request starts at its first query
-            rounded down to a multiple of 8.
+        query_tiles: Query tiles of `sizes.tile_q` rows, or blocks of `list_block_size`. The first one of a
+            request starts at its first query rounded down to a multiple of 8.
         codes: Coverage of each KV tile of a request by each query tile and head, see `encode_tiles`. KV tiles
             have `keys_per_code(sizes)` keys, and start at a multiple of 8 like query tiles. Codes are empty
             for invalid query tiles and for KV tiles outside of the request.
         kv_heads: Number of KV heads. Static.
         sizes: Tile sizes of the kernel. Static.
+        list_block_size: Number of queries per code if `codes` describe blocks of which several fill a tile;
+            None if they describe tiles. Static.
     """
-    key_codes = _transpose_codes(schedule, query_tiles, codes, sizes)
+    num_queries = list_block_size or sizes.tile_q
+    key_codes = _transpose_codes(schedule, query_tiles, codes, sizes, num_queries)
     tiles, heads, max_list = key_codes.shape
     listed = list_tiles(key_codes.reshape(tiles * heads, max_list))
-    lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
-    order = order_work_tiles(lengths.astype(jnp.int32), schedule.sets, schedule.num_valid * kv_heads)
-    return BackwardTileLists(order, *listed, dq_lists=None, built_for=schedule.built_for)
+    num_steps = -(-(listed.num_partial + listed.num_full) // (sizes.tile_q // num_queries))
+    lengths = num_steps.reshape(tiles * kv_heads, -1).sum(axis=1).astype(jnp.int32)
+    order = order_work_tiles(lengths, schedule.sets, schedule.num_valid * kv_heads)
+    built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
+    return BackwardTileLists(order, *listed, dq_lists=None, built_for=built_for)
 
 
 def keys_per_code(sizes: BackwardSizes) -> int:
@@ -106,9 +113,9 @@ def keys_per_code(sizes: BackwardSizes) -> int:
 
 
 def _transpose_codes(
-    schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes
+    schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes, num_queries: int
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
-    """Return a code for each pair of a key tile and a query tile of its request."""
+    """Return a code for each pair of a key tile and a tile of `num_queries` queries of its request."""
     num, num_keys = codes.shape[0], keys_per_code(sizes)
 
     def column(name: str) -> Int[Array, " key_tiles"]:
@@ -119,7 +126,7 @@ def _transpose_codes(
     in_request = tile < end[:, None]
     in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
     tile = jnp.minimum(tile, num - 1)
-    is_full_tile = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
+    is_full_tile = ((query_tiles.end - query_tiles.begin) == num_queries)[tile]
 
     def coverage(begin: int) -> tuple[Array, Array]:
         """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""

@@ -22,16 +22,24 @@ class QuerySteps(NamedTuple):
         num_masked: Number of steps that need a mask; they come first.
         num_steps: Number of steps.
         entry: Function from the number of a step to the index of its query tile in the request. With tile
-            lists, it returns the list's entry; see entry_tile.
+            lists, it returns the entry with this index in the list; see entry_tile.
+        num_missing: Number of entries that the first tile lacks if several fill a tile. The last entry of a
+            tile is never missing.
+        runs_per_tile: Number of entries that fill a tile. Static.
     """
 
     num_masked: Scalar
     num_steps: Scalar
     entry: Callable[[Scalar], Scalar]
+    num_missing: Scalar | int = 0
+    runs_per_tile: int = 1
 
-    def tile(self, i: Scalar) -> Scalar:
-        """Return the index of the query tile of step `i`."""
-        return entry_tile(self.entry(i))
+    def runs(self, i: Scalar) -> tuple[Scalar, ...]:
+        """Return the index of each run of consecutive queries of step `i`; entry 0 for a missing one."""
+        if self.runs_per_tile == 1:
+            return (entry_tile(self.entry(i)),)
+        first = i * self.runs_per_tile - self.num_missing
+        return tuple(entry_tile(self.entry(jnp.maximum(first + run, 0))) for run in range(self.runs_per_tile))
 
 
 class BackwardWorkTile:
@@ -66,8 +74,19 @@ class BackwardWorkTile:
         q_heads = self.spec.kv_heads * self.spec.group
         list_row, lists = self.row * q_heads + self.head(index), self.lists
         num_partial = lists.num_partial[list_row]
-        num_steps = num_partial + lists.num_full[list_row]
-        return QuerySteps(num_partial, num_steps, lambda i: lists.entries[list_row, i])
+        num_entries, runs = num_partial + lists.num_full[list_row], self.spec.runs_per_tile
+
+        def entry(i: Scalar) -> Scalar:
+            return lists.entries[list_row, i]
+
+        if runs == 1:
+            return QuerySteps(num_partial, num_entries, entry)
+        # The first tile has a mask in any case, so it is the one that lacks entries.
+        num_missing = (0 - num_entries) & (runs - 1)
+        num_masked, num_steps = (
+            lax.div(num + num_missing + (runs - 1), jnp.int32(runs)) for num in (num_partial, num_entries)
+        )
+        return QuerySteps(num_masked, num_steps, entry, num_missing, runs)
 
     def _query_tile(self, i: Scalar) -> Scalar:
         """Return the query tile of step `i` without lists: partial tiles of both ends, then full ones."""
@@ -77,13 +96,13 @@ class BackwardWorkTile:
         index = jnp.where(i < num_first, i, jnp.where(i < num_masked, i + num_full, i - num_last))
         return self["first_tile"] + index
 
-    def query_row(self, tile: Scalar) -> Scalar:
-        """Return the row, in the array of queries, of a query tile's first row."""
-        return align_row(self["first_query_row"] + tile * self.spec.sizes.tile_q)
+    def query_row(self, run: Scalar) -> Scalar:
+        """Return the row, in the array of queries, of the first query of a tile or run of queries."""
+        return align_row(self["first_query_row"] + run * self.spec.run_length)
 
-    def position(self, tile: Scalar) -> Scalar:
-        """Return the position of a query tile's first row, which may lie before the request's first query."""
-        return self["query_position"] + tile * self.spec.sizes.tile_q
+    def position(self, run: Scalar) -> Scalar:
+        """Return the position of the first query of a tile or run, maybe before the request's first one."""
+        return self["query_position"] + run * self.spec.run_length
 
 
 class BackwardTileScheduler:

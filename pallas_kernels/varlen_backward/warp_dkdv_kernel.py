@@ -133,7 +133,7 @@ class WarpDkDvMainloop:
                         jnp.where(is_last, next_head.entry, next_entry),
                         jnp.where(is_last, next_head.exists, 1),
                     )
-                    tile = QueryTile(work_tile, head, entry_tile(entry), slope, is_masked)
+                    tile = QueryTile(work_tile, head, (entry_tile(entry),), slope, is_masked)
                     sums = self.compute_step(scores, tile, entry, step + i, next_step, state.sums)
                     return WarpDkDvState(sums, next_step)
 

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ptx.cp_async import WARPS, commit_copies, copy_numbers, copy_token_rows
-from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.dkdv_scores import QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, WarpDkDvSmem
@@ -100,7 +100,8 @@ class WarpQueryPipeline:
         for rows_g, to_s in arrays:
             copy_token_rows(
                 to_s.at[self.rank], rows_g, first_row, work_tile.kv_head, head=self.spec.head,
-                rows_per_head=PANEL, num_warps=1 if is_interpreted else WARPS, is_interpreted=is_interpreted,
+                rows_per_head=WARPGROUP_ROWS, num_warps=1 if is_interpreted else WARPS,
+                is_interpreted=is_interpreted,
             )  # fmt: skip
         self.load_first(work_tile, first_step, first_row * 0)
         if self.spec.sizes.stages > 1:

@@ -5,8 +5,9 @@ from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, KernelMask, PairTile, Words
 from pallas_kernels.varlen_prefill.mask_policies import (
-    MAX_KEY_BLOCKS,
-    MAX_QUERY_WORDS,
+    ALL_COLUMNS,
+    MAX_COLUMN_BLOCKS,
+    MAX_ROW_BLOCKS,
     BlockBits,
     BlockBitWords,
     Inverted,

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -28,6 +28,14 @@ type VisiblePairs = Any  # Words if KernelMask.is_words, else a bool Tile
 def lowest_bits(num: Rows) -> Rows:
     """Return words whose lowest `num` bits, 0 to 32, are set."""
     return jnp.where(num == WORD_BITS, -1, (jnp.int32(1) << (num & (WORD_BITS - 1))) - 1)
+
+
+def join_half_words(words: Sequence[Rows]) -> Words:
+    """Return words of the low halves of two words each."""
+    half = WORD_BITS // 2
+    return tuple(
+        (low & ((1 << half) - 1)) | (high << half) for low, high in zip(words[::2], words[1::2], strict=True)
+    )
 
 
 class KernelMask(abc.ABC):
@@ -97,21 +105,12 @@ class PairTile:
     def _row_indices(self) -> Rows:
         """Return the index of each row or, with packed heads, the index of its query among its head's."""
         row = plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW)
-        return row if self.packed_heads == 1 else row & (self.num_queries - 1)
+        return row if self.packed_heads == 1 else row & (self.distinct_rows - 1)
 
     @property
-    def num_queries(self) -> int:
-        """Number of queries in the tile."""
+    def distinct_rows(self) -> int:
+        """Number of rows with different positions."""
         return self.shape[0] // self.packed_heads
-
-    @property
-    def query_positions(self) -> Rows | Columns:
-        """Position of each query."""
-        return self.row_positions
-
-    def fill_queries(self, x: Scalar) -> Rows | Columns:
-        """Return a vector with one element per query, all equal to `x`."""
-        return self.fill_rows(x)
 
     def broadcast_queries(self, x: Rows | Columns) -> Tile:
         """Broadcast a value per query to a value per pair."""

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.shared import floor_div, normalize_window_side
-from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.shared.types import Ref, Rows, Scalar
 from pallas_kernels.varlen_prefill.kernel_mask import (
     MAX_ROWS,
     WORD_BITS,
@@ -24,8 +24,9 @@ from pallas_kernels.varlen_prefill.kernel_mask import (
 )
 
 HALF = WORD_BITS // 2
-MAX_KEY_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
-MAX_QUERY_WORDS = 10  # Maximum number of query blocks per tile; BlockBits reads a word for each.
+MAX_COLUMN_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
+MAX_ROW_BLOCKS = 10  # Maximum number of row blocks per tile; BlockBits reads a word for each.
+ALL_COLUMNS = 2**28  # size of a block that holds all columns
 
 
 def static() -> Any:
@@ -237,23 +238,23 @@ class SlashWords(KernelMask):
 
 @policy
 class BlockBits(KernelMask):
-    """A bit per block of queries and block of keys.
+    """A bit per block of rows and block of columns.
 
     Attributes:
-        words: Bits of 32 key blocks from every 16th on, [reqs, heads, q_blocks, words], so that one word
+        words: Bits of 32 column blocks from every 16th on, [reqs, heads, row_blocks, words], so that one word
             holds the 17 blocks from any position on.
-        first_q_block: First query block of the array, [reqs]; None = 0.
-        block_q: Number of queries per block; None = all queries share one block. Static.
-        block_kv: Number of keys per block. Static.
+        first_q_block: Index of the array's first block of queries, [reqs]; None = 0.
+        row_block: Number of rows per block; None = all rows share one block. Static.
+        column_block: Number of columns per block; ALL_COLUMNS = all columns share one block. Static.
         group: Number of query heads that share an entry. Static.
-        is_aligned: Whether tiles begin with a block or lie within one, so that the keys of a tile that a bit
-            covers are static. Static.
+        is_aligned: Whether tiles begin with a block or lie within one, so that the columns of a tile that a
+            bit covers are static. Static.
     """
 
     words: Ref
     first_q_block: Ref
-    block_q: int | None = static()
-    block_kv: int = static()
+    row_block: int | None = static()
+    column_block: int = static()
     group: int = static()
     is_aligned: bool = static()
 
@@ -263,7 +264,7 @@ class BlockBits(KernelMask):
         return self.is_aligned
 
     @staticmethod
-    def pack(blocks: Bool[Array, "reqs heads q_blocks kv_blocks"]) -> Int32[Array, "reqs heads q_blocks _"]:
+    def pack(blocks: Bool[Array, "reqs heads row_blocks blocks"]) -> Int32[Array, "reqs heads row_blocks _"]:
         """Return `words` for an array of blocks."""
         num_halves = -(-blocks.shape[-1] // HALF)
         padded = jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, (num_halves + 2) * HALF - blocks.shape[-1])))
@@ -271,54 +272,63 @@ class BlockBits(KernelMask):
         halves = (bits << lax.broadcasted_iota(jnp.int32, bits.shape, 4)).sum(axis=-1, dtype=jnp.int32)
         return halves[..., :-1] | (halves[..., 1:] << HALF)
 
-    def _first_block(self, tile: PairTile) -> Scalar:
-        return _quotient(jnp.maximum(tile.first_key, 0), self.block_kv)
+    def _first_column_block(self, tile: PairTile, first_block: Scalar | None) -> Scalar:
+        """Return the index of the tile's first column block, not before the array's first one."""
+        block = _quotient(jnp.maximum(tile.first_column, 0), self.column_block)
+        return block if first_block is None else jnp.maximum(block, first_block)
 
     @override
-    def load(self, tile: PairTile, req: Scalar) -> Any:
-        reqs, _, q_blocks, num_words = self.words.shape
-        head, begin = _quotient(tile.head, self.group), self._first_block(tile)
+    def load(self, tile: PairTile, req: Scalar) -> tuple[Rows, Scalar | None]:
+        reqs, _, row_blocks, num_words = self.words.shape
+        head, first_row_block, first_column_block = _quotient(tile.head, self.group), jnp.int32(0), None
+        if self.first_q_block is not None:
+            first_q_block = self.first_q_block[jnp.minimum(req, self.first_q_block.shape[0] - 1)]
+            if tile.has_key_rows:
+                first_column_block = first_q_block
+            else:
+                first_row_block = first_q_block
+        begin = self._first_column_block(tile, first_column_block)
+        if first_column_block is not None:
+            begin = begin - first_column_block
         half = jnp.minimum(_quotient(begin, HALF), num_words - 1)
 
-        def word(q_block: Any) -> Any:
-            is_inside = (q_block >= 0) & (q_block < q_blocks)
-            index = jnp.minimum(req, reqs - 1), head, jnp.clip(q_block, 0, q_blocks - 1), half
+        def word(row_block: Any) -> Any:
+            is_inside = (row_block >= 0) & (row_block < row_blocks)
+            index = jnp.minimum(req, reqs - 1), head, jnp.clip(row_block, 0, row_blocks - 1), half
             bits_from_begin = lax.shift_right_logical(
                 self.words[index], lax.rem(begin, jnp.full_like(begin, HALF))
             )
             return jnp.where(is_inside, bits_from_begin, 0)
 
-        if self.block_q is None:
-            return tile.fill_queries(word(jnp.int32(0)))
-        queries, tile_block = tile.query_positions, floor_div(tile.first_query, self.block_q)
-        first_q_block = jnp.int32(0)
-        if self.first_q_block is not None:
-            first_q_block = self.first_q_block[jnp.minimum(req, self.first_q_block.shape[0] - 1)]
-        bits = tile.fill_queries(word(tile_block - first_q_block))
-        for index in range(1, (tile.num_queries + self.block_q - 2) // self.block_q + 1):
-            is_reached = queries >= (tile_block + index) * self.block_q
-            bits = jnp.where(is_reached, word(tile_block + index - first_q_block), bits)
-        return bits
+        if self.row_block is None:
+            return tile.fill_rows(word(jnp.int32(0))), first_column_block
+        rows, tile_block = tile.row_positions, floor_div(tile.first_row, self.row_block)
+        bits = tile.fill_rows(word(tile_block - first_row_block))
+        for index in range(1, (tile.distinct_rows + self.row_block - 2) // self.row_block + 1):
+            is_reached = rows >= (tile_block + index) * self.row_block
+            bits = jnp.where(is_reached, word(tile_block + index - first_row_block), bits)
+        return bits, first_column_block
 
     @override
-    def visible(self, tile: PairTile, loaded: Any) -> Any:
+    def visible(self, tile: PairTile, loaded: tuple[Rows, Scalar | None]) -> Any:
+        bits, first_block = loaded
         if self.is_aligned:
-            return self._expand(tile, loaded)
-        index = _quotient(tile.key, self.block_kv) - self._first_block(tile)
-        return lax.shift_right_logical(tile.broadcast_queries(loaded), index) & 1 != 0
+            return self._expand(tile, bits)
+        index = _quotient(tile.key, self.column_block) - self._first_column_block(tile, first_block)
+        return lax.shift_right_logical(tile.broadcast_rows(bits), index) & 1 != 0
 
     def _expand(self, tile: PairTile, bits: Any) -> Words:
-        """Expand bits of key blocks to bits of keys."""
+        """Expand bits of blocks to bits of columns."""
         words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
-        for index, begin in enumerate(range(0, tile.shape[1], self.block_kv)):
+        for index, begin in enumerate(range(0, tile.shape[1], self.column_block)):
             is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
             for n in range(len(words)):
                 low, high = (
-                    min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + self.block_kv)
+                    min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + self.column_block)
                 )
                 if low < high:
-                    key_bits = (1 << high) - (1 << low)
-                    words[n] = words[n] | (is_visible & np.uint32(key_bits).astype(np.int32))
+                    column_bits = (1 << high) - (1 << low)
+                    words[n] = words[n] | (is_visible & np.uint32(column_bits).astype(np.int32))
         return tuple(words)
 
 
@@ -332,16 +342,17 @@ class BlockBitWords(BlockBits):
         return True
 
     @override
-    def visible(self, tile: PairTile, loaded: Any) -> Words:
-        first_block = self._first_block(tile)
-        words = [jnp.zeros_like(loaded)] * (tile.shape[1] // WORD_BITS)
-        for index in range((tile.shape[1] + self.block_kv - 2) // self.block_kv + 1):
-            is_visible = 0 - (lax.shift_right_logical(loaded, jnp.int32(index)) & 1)  # all bits or none
-            begin = (first_block + index) * self.block_kv - tile.first_key
+    def visible(self, tile: PairTile, loaded: tuple[Rows, Scalar | None]) -> Words:
+        bits, first_block = loaded
+        first_block = self._first_column_block(tile, first_block)
+        words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
+        for index in range((tile.shape[1] + self.column_block - 2) // self.column_block + 1):
+            is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
+            begin = (first_block + index) * self.column_block - tile.first_column
             for n in range(len(words)):
                 low, high = (
                     lowest_bits(jnp.clip(end - n * WORD_BITS, 0, WORD_BITS))
-                    for end in (begin, begin + self.block_kv)
+                    for end in (begin, begin + self.column_block)
                 )
                 words[n] = words[n] | (is_visible & (high & ~low))
         return tuple(words)

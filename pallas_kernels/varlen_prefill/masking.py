@@ -18,7 +18,7 @@ from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile, f32
-from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words, join_half_words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
@@ -142,13 +142,7 @@ class Masking:
             )
         else:
             words = in_range()
-        if spec.run_length < WORD_BITS:
-            low_half = (1 << spec.run_length) - 1
-            words = tuple(
-                (low & low_half) | (high << spec.run_length)
-                for low, high in zip(words[::2], words[1::2], strict=True)
-            )
-        return words
+        return join_half_words(words) if spec.run_length < WORD_BITS else words
 
     def _is_in_range(self, tile: KvTile) -> Scalar:
         """Return whether all keys of a tile of runs lie in the range of visible keys of every row."""

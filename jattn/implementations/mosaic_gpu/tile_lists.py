@@ -40,6 +40,9 @@ from pallas_kernels.varlen_prefill import (
 # MAX_RUN_BLOCKS blocks, because its lists take memory for each block.
 RUN_BLOCK_SIZES = (32, 64)
 MAX_RUN_BLOCKS = 4096
+# Maximum number of listed blocks of queries per request in the dk/dv kernel. Its lists take memory for each
+# pair of a block and 64 keys: 256 MiB for 64k tokens in blocks of 32, with 32 heads.
+MAX_LISTED_QUERY_BLOCKS = 2048
 
 
 class MaskBounds(NamedTuple):
@@ -186,9 +189,14 @@ def packed_sizes(
 
 def _run_block_size(mask: Mask, bounds: MaskBounds) -> int:
     """Return the keys per listed block of a mask with `has_short_runs`; 0 if there are none, or too many."""
-    if not any(factor.has_short_runs for factor in factors(mask)):
+    if not has_short_runs(mask):
         return 0
     return next((size for size in RUN_BLOCK_SIZES if bounds.max_seq_len <= size * MAX_RUN_BLOCKS), 0)
+
+
+def has_short_runs(mask: Mask) -> bool:
+    """Return whether queries attend to runs of keys that fill no tiles."""
+    return any(factor.has_short_runs for factor in factors(mask))
 
 
 def packed_block_size(
@@ -228,12 +236,49 @@ def word_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
     return operands[0] if len(operands) == 1 else Joined(operands=operands, is_union=False)
 
 
-def backward_tiling(spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_len: int) -> KernelTiling:
-    """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask."""
-    num_heads = spec.num_q_heads, spec.num_kv_heads
-    return KernelTiling(
-        num_heads, sizes.tile_q, prefill.WARPGROUP_ROWS, max_seq_len, is_packed=True, has_key_rows=True
-    )
+def backward_tiling(
+    spec: AttentionSpec,
+    sizes: backward.BackwardSizes,
+    max_seq_len: int,
+    list_block_size: int | None = None,
+) -> KernelTiling:
+    """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask.
+
+    Args:
+        spec: Attention of the layer.
+        sizes: Sizes of the kernel.
+        max_seq_len: Maximum number of tokens per request.
+        list_block_size: Queries per listed block, from packed_query_block_size; None lists tiles.
+    """
+    num_heads, keys = (spec.num_q_heads, spec.num_kv_heads), prefill.WARPGROUP_ROWS
+    queries = sizes.tile_q if list_block_size is None else max(list_block_size, WORD_BITS)
+    tiling = KernelTiling(num_heads, queries, keys, max_seq_len, is_packed=True)
+    return tiling._replace(has_key_rows=True, needs_words=list_block_size is not None)
+
+
+def packed_query_block_size(
+    mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_len: int
+) -> int | None:
+    """Return the queries per block of which tiles of the dk/dv kernel hold several.
+
+    None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
+
+    Args:
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        spec: Attention of the layer.
+        sizes: Sizes of the kernel.
+        max_seq_len: Maximum number of tokens per request.
+    """
+    shapes = [factor.block_shape for factor in factors(mask)]
+    run_size = min(RUN_BLOCK_SIZES) if has_short_runs(mask) else 0
+    size = math.gcd(run_size, *[shape[0] or 0 for shape in shapes if shape is not None])
+    if not 0 < size < sizes.tile_q:
+        return None
+    for queries in backward.list_block_sizes(sizes):
+        if size % (2 * queries) and max_seq_len <= queries * MAX_LISTED_QUERY_BLOCKS:
+            tiling = backward_tiling(spec, sizes, max_seq_len, queries)
+            return queries if _has_words(mask, tiling) else None
+    return None
 
 
 def kernel_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
@@ -325,6 +370,10 @@ def backward_sizes(
     score, deterministic, blocks = score_of(spec), spec.deterministic, None
     if mask is not None and mask.skips_most_tiles:
         mean_len, blocks = 0, mask_blocks(mask, spec)
+    elif mask is not None and any(factor.has_isolated_slashes for factor in factors(mask)):
+        # With columns among the slashes, most tiles are visited anyway, and larger tiles load less.
+        size = min(RUN_BLOCK_SIZES)
+        blocks = MaskBlocks(queries=(size,), keys=(size,))
     return backward.default_layer_sizes(
         spec.head_dim, score, mean_len=mean_len, deterministic=deterministic, blocks=blocks, gpu=gpu
     )
@@ -353,37 +402,65 @@ def plan_backward_mask(
         sizes: Sizes of the kernel (static).
         num_tokens: Number of queries including padding (static).
         max_seq_len: Maximum number of tokens per request (static).
-        packs_blocks: Whether tiles of the dq kernel may hold several blocks of the mask (static).
+        packs_blocks: Whether tiles may hold several blocks of the mask (static).
     """
     mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True)
-    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q  # for tiles of as many queries as the dk/dv kernel's
+    queries = packed_query_block_size(mask, spec, sizes, max_seq_len) if packs_blocks else None
+    # Query tiles as large as the dk/dv kernel's.
+    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
     query_sizes = PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
     score = Score(scale=1.0, causal=spec.causal)  # the query tiles do not depend on it
     tiles = prefill.make_schedule(
         *lens, num_tokens=num_tokens, score=score, sizes=query_sizes, has_lists=True
     )
-    codes = packed_codes(mask, spec, tiles, query_sizes, bounds)
+    if queries is not None:
+        tiles = _split_query_tiles(tiles, sizes.tile_q // queries, queries)
+    codes = packed_codes(mask, spec, tiles, query_sizes, bounds, queries)
     begins, ends = (tiles.table[:, COLUMNS.index(name)] for name in ("begin", "end"))
     query_tiles = backward.QueryTiles(tiles.first_tiles, begins, ends)
-    lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
-    dkdv_mask, dq_mask = kernel_mask(mask, backward_tiling(spec, sizes, max_seq_len)), None
+    lists = backward.make_tile_lists(
+        schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes, list_block_size=queries
+    )
+    tiling, dq_mask = backward_tiling(spec, sizes, max_seq_len, queries), None
+    dkdv_mask = kernel_mask(mask, tiling) if queries is None else word_mask(mask, tiling)
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
         # Several blocks per tile spill 124 bytes in tiles of 128 keys, for heads of 64, and 264 for heads of
         # 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
         has_registers = sizes.dq_sizes.tile_kv == prefill.WARPGROUP_ROWS and spec.head_dim <= 128
         packs_blocks = packs_blocks and has_registers
-        size = packed_block_size(mask, spec, sizes.dq_sizes, bounds) if packs_blocks else None
+        run_size = _run_block_size(mask, bounds) if sizes.teams > 1 else 0
+        size = packed_block_size(mask, spec, sizes.dq_sizes, bounds, run_size) if packs_blocks else None
         size = None if size is None else max(size, WORD_BITS)
         dq_plan = plan_mask(mask, spec, schedule.dq_schedule, sizes.dq_sizes, bounds, size)
         lists, dq_mask = lists._replace(dq_lists=dq_plan.lists), dq_plan.pair_mask
     return lists, backward.BackwardMask(dkdv_mask, dq_mask)
 
 
+def _split_query_tiles(schedule: PrefillSchedule, parts: int, queries: int) -> PrefillSchedule:
+    """Return the schedule with each query tile split into `parts` tiles of `queries` queries."""
+    table = jnp.repeat(schedule.table, parts, axis=0)
+    first_row = jnp.arange(len(table), dtype=jnp.int32) % parts * queries
+    for name, change in {"first_row": first_row, "position": first_row}.items():
+        table = table.at[:, COLUMNS.index(name)].add(change)
+    for name in ("begin", "end"):
+        column = COLUMNS.index(name)
+        table = table.at[:, column].set(jnp.clip(table[:, column] - first_row, 0, queries))
+    return schedule._replace(table=table, first_tiles=schedule.first_tiles * parts)
+
+
 def packed_codes(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
+    mask: Mask,
+    spec: AttentionSpec,
+    schedule: PrefillSchedule,
+    sizes: PrefillSizes,
+    bounds: MaskBounds,
+    queries: int | None = None,
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
-    """Return the bits of `encode_tiles` for each query tile and packed KV tile; see plan_mask."""
-    query_tiles = _QueryTilePositions(schedule, spec, sizes, sizes.tile_kv, bounds)
+    """Return the bits of `encode_tiles` for each query tile and packed KV tile; see plan_mask.
+
+    Tiles have `queries` queries, or the number of the sizes if it is None.
+    """
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, sizes.tile_kv, bounds, queries)
     any_visible, all_visible = query_tiles.coverage(
         spec.mask_of_numbers & mask, query_tiles.first, query_tiles.last
     )
@@ -404,6 +481,7 @@ class _QueryTilePositions:
         sizes: PrefillSizes,
         keys: int,
         bounds: MaskBounds,
+        queries: int | None = None,
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
@@ -411,7 +489,8 @@ class _QueryTilePositions:
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
         self._max_kv_tiles = bounds.max_kv_tiles(keys)
-        self._spec, self._size, self._is_prefill = spec, (sizes.tile_tokens, keys), bounds.is_prefill
+        self._spec, self._is_prefill = spec, bounds.is_prefill
+        self._size = queries or sizes.tile_tokens, keys
         self._pack_gqa = sizes.pack_gqa
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:

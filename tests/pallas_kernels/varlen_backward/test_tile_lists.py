@@ -18,6 +18,7 @@ from jattn.implementations.mosaic_gpu.tile_lists import (
     PackedLens,
     backward_sizes,
     packed_block_size,
+    packed_query_block_size,
     plan_backward_mask,
     why_not_backward_lists,
 )
@@ -47,6 +48,7 @@ MIDDLE = np.random.default_rng(2).random((4, 2, 5, 5)) < 0.4
 TALL = np.random.default_rng(1).random((2, 3, 10)) < 0.4
 VERTICAL, SLASHES = RNG.random((2, 333)) < 0.05, RNG.random((2, 37)).repeat(10, axis=1) < 0.2
 PAIRS = RNG.random((2, 300, 300)) < 0.3
+SMALL = np.random.default_rng(3).random((2, 10, 10)) < 0.4
 odd = lambda head, query, key: (query * 3 + key + head) % 4 != 0
 BLOCKS_OF_64 = masks.BlockMask(blocks=MIDDLE, block_q=64, block_kv=64)
 MASKS = {
@@ -61,8 +63,23 @@ MASKS = {
     "formula": masks.MaskFunction(odd),
     "pairs": masks.BlockMask(blocks=PAIRS, block_q=1, block_kv=1),
 }
+# Masks for which each warpgroup is a team. Tiles of all but the first hold several blocks of queries.
+TEAM_MASKS = {
+    "blocks_of_64": BLOCKS_OF_64,
+    "blocks_of_16": MASKS["blocks_of_16"],
+    "blocks_of_32": MASKS["blocks_of_32"],
+    "small_blocks": masks.BlockMask(blocks=SMALL, block_q=32, block_kv=32) & masks.Causal(),
+    "small_blocks_of_documents": masks.BlockMask(blocks=SMALL, block_q=32, block_kv=64)
+    & masks.Document(ids=DOCUMENTS),
+    "slashes": dataclasses.replace(MASKS["vertical_slash"], num_gathered=50).split_gathered().remainder,
+}
 TEAM_CASES = [
     ("blocks_of_64", 128),
+    ("small_blocks", 128),
+    *[
+        pytest.param(name, dim, marks=pytest.mark.slow)
+        for name, dim in (("small_blocks_of_documents", 64), ("slashes", 128), ("blocks_of_16", 64))
+    ],
     *[pytest.param("blocks_of_64", dim, marks=pytest.mark.slow) for dim in (64, 80)],
     *[pytest.param(name, 128, marks=pytest.mark.slow) for name in ("blocks_of_16", "blocks_of_32")],
 ]
@@ -72,7 +89,7 @@ def problem_of(name, *, head_dim=64, lens=LENS, **changes):
     score = Score(scale=head_dim**-0.5, **changes)
     setting = Setting(
         query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim,
-        mask=BLOCKS_OF_64 if name == "blocks_of_64" else MASKS[name], gap=0,
+        mask=(MASKS | TEAM_MASKS)[name], gap=0,
     )  # fmt: skip
     return BackwardProblem(setting)
 
@@ -165,11 +182,12 @@ class TestContract:
         assert sizes.teams == 2
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
-    def test_teams_of_one_warpgroup_have_no_races(self):
+    @pytest.mark.parametrize("name", ["blocks_of_64", "small_blocks"])
+    def test_teams_of_one_warpgroup_have_no_races(self, name):
         """Several work tiles per team; no row is cleared or stored by two of them."""
         score = Score(scale=0.1)
         setting = Setting(
-            query_lens=(320,), seq_lens=(320,), score=score, head_dim=128, mask=BLOCKS_OF_64, gap=0
+            query_lens=(320,), seq_lens=(320,), score=score, head_dim=128, mask=TEAM_MASKS[name], gap=0
         )
         problem = BackwardProblem(setting)
         sizes, interpret = one_block(sizes_for(problem)), plgpu.InterpretGPUParams(detect_races=True)
@@ -216,6 +234,33 @@ class TestSizes:
         sizes = backward_sizes(mask, spec, mean_len=8192)
         assert (1 if sizes.dq_sizes is None else sizes.dq_sizes.teams, sizes.teams) == (dq_teams, teams)
 
+    @pytest.mark.parametrize(
+        ("name", "max_seq_len", "expected"),
+        [
+            ("blocks_of_16", 32 * 1024, 16),
+            ("blocks_of_16", 64 * 1024, 32),
+            ("small_blocks", 64 * 1024, 32),
+            ("small_blocks", 128 * 1024, None),
+            ("small_blocks_of_documents", 8192, 32),
+            ("slashes", 8192, 32),
+            ("blocks_of_64", 8192, None),
+            ("blocks_of_32", 8192, None),
+        ],
+    )
+    def test_small_blocks_of_queries_are_listed_if_the_lists_fit(self, name, max_seq_len, expected):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
+        mask = TEAM_MASKS[name]
+        sizes = backward_sizes(mask, spec, mean_len=8192)
+        assert sizes.teams == 2
+        assert packed_query_block_size(mask, spec, sizes, max_seq_len) == expected
+        assert packed_query_block_size(mask, spec, two_kernels(128), max_seq_len) is None
+
+    def test_masks_of_single_pairs_list_tiles(self):
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
+        mask = MASKS["blocks_of_16"] & MASKS["formula"]
+        sizes = backward_sizes(mask, spec, mean_len=8192)
+        assert packed_query_block_size(mask, spec, sizes, 8192) is None
+
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
     def test_windows_determine_whether_two_kernels_run(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
@@ -237,6 +282,23 @@ class TestLists:
         assert schedule.table[:2, COLUMNS.index("first_key_row")].tolist() == [0, 64]
         assert [lists.num_partial[:2].tolist(), lists.num_full[:2].tolist()] == [[0, 1], [1, 1]]
         assert [lists.entries[0, 0], *lists.entries[1, :2]] == [1, 0, 1]
+
+    def test_blocks_of_queries_are_listed_by_their_index(self):
+        """Literal codes: of four blocks of 32 queries, key tile 0 sees block 1 partly and block 3 fully."""
+        sizes, lens = BackwardSizes(teams=2, dq_sizes=PrefillSizes()), jnp.asarray([128], jnp.int32)
+        starts = jnp.asarray([0, 128], jnp.int32)
+        static = {"kv_tokens": 128, "kv_heads": 1, "head_dim": 128, "score": Score(scale=1.0, causal=False)}
+        schedule = make_schedule(starts, lens, starts[:1], **static, num_tokens=128, sizes=sizes)
+        some = jnp.asarray([[[0, 1]], [[1, 1]], [[0, 1]], [[1, 0]]], bool)
+        every = jnp.asarray([[[0, 1]], [[0, 1]], [[0, 1]], [[1, 0]]], bool)
+        ends = jnp.full(4, 32, jnp.int32)
+        blocks = QueryTiles(jnp.asarray([0, 4], jnp.int32), ends - 32, ends)
+        codes = encode_tiles(some, every)
+        lists = make_tile_lists(schedule, blocks, codes, kv_heads=1, sizes=sizes, list_block_size=32)
+        assert [lists.num_partial[:2].tolist(), lists.num_full[:2].tolist()] == [[1, 0], [1, 3]]
+        assert [*lists.entries[0, :2], *lists.entries[1, :3]] == [1, 3, 0, 1, 2]
+        assert lists.order[:2].tolist() == [1, 0]  # two steps before one
+        assert lists.built_for == dataclasses.replace(schedule.built_for, list_block_size=32)
 
     def test_each_visible_tile_is_listed_once_for_its_keys(self):
         """Literal codes: query tile 1 sees key tile 0 partly, query tile 2 sees both key tiles fully."""
@@ -326,6 +388,12 @@ class TestRefusals:
         arguments, lists = plain_arguments(), lists_for(default_sizes(64, **built_for))
         with pytest.raises(ValueError, match=message):
             varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **kernels))
+
+    def test_lists_of_blocks_that_the_sizes_do_not_support_are_rejected(self):
+        lists = lists_for(default_sizes(64))
+        lists = lists._replace(built_for=dataclasses.replace(lists.built_for, list_block_size=32))
+        with pytest.raises(ValueError, match="list_block_size must be one of None, got 32"):
+            varlen_backward(**plain_arguments(), lists=lists)
 
     def test_lists_of_other_kv_heads_are_rejected(self):
         lists = lists_for(default_sizes(64))

@@ -390,8 +390,8 @@ def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv
     mask = BlockBitWords(
         words=BlockBits.pack(blocks),
         first_q_block=None,
-        block_q=64,
-        block_kv=block_kv,
+        row_block=64,
+        column_block=block_kv,
         group=1,
         is_aligned=False,
     )
