@@ -92,12 +92,6 @@ def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.
     return masks.VerticalSlash.from_indices(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
-def slashes(q_heads: int, tokens: int) -> masks.Mask:
-    """Return the slashes of `vertical_slash` without the gathered columns, as a kernel computes them."""
-    _, remainder = vertical_slash(q_heads, tokens, gather=True).split_gathered()
-    return remainder
-
-
 # Modifier -> fields of Score. Its arrays come from `make_sinks` and `modifier_arrays`.
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -120,7 +114,6 @@ MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
     "local_strided": local_strided,
     "documents_window": documents_window,
     "vertical_slash": vertical_slash,
-    "slashes": slashes,
 }
 CHOICES = (*MODIFIERS, *MASKS)
 

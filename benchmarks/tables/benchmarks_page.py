@@ -127,14 +127,13 @@ def sparse() -> list[str]:
         "  `blocks_128x16`: of 128 queries and 16 keys; `8_heads`: the query heads of each kv head share the blocks.\n"
         "- `local_strided`: Phi-3-small's pattern. `pooled`: `select_prefill_blocks` over random queries and keys.\n"
         "- `vertical_slash`: MInference's pattern with 1,000 columns (in runs of 100; `scattered`: isolated) and 6,096 slashes per head;\n"
-        "  `gathered`: columns are gathered. Since this run, the slashes beside them are listed in blocks: 1.03 to 1.18 times as fast at 64k\n"
-        "  (`sparse-gathered-slash`).\n"
+        "  `gathered`: columns are gathered.\n"
         "- `*_64x32k`: decode of 64 requests with 32k tokens; each kv head (`by_head`: each query head) has different random blocks.\n"
         "- `quest`: decode of 8 requests with 128k tokens; a tenth of the blocks is selected in the same call.\n",
         kernels.sparse_table(f"sparse-{DATE_H200}-22.jsonl"),
         kernels.sparse_table("sparse-packed-heads-nvidia-h100-80gb-hbm3-2026-11-27.jsonl"),
         kernels.sparse_table("sparse-wide-blocks-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
-        kernels.sparse_table("sparse-vertical-slash-nvidia-h100-80gb-hbm3-2026-11-28.jsonl"),
+        kernels.sparse_table(f"sparse-vertical-slash-{DATE_H200}-29.jsonl"),
         kernels.sparse_table(f"sparse-{DATE_H200}-21.jsonl"),
         "vLLM 0.9.2 is the last release with block-sparse attention. The table compares jattn with its `paged_attention_v2` in decode and its\n"
         "Triton kernel in prefill:\n",

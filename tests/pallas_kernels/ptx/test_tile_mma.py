@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ptx import mma, tile_mma
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from tests.pallas_kernels.ptx.test_cp_async import Array, in_swizzled_memory
 
 pytestmark = pytest.mark.usefixtures("types_unchecked")
@@ -74,7 +75,7 @@ def multiply(acc, a, b, dtype):
     [(2, 64, 64, False), (1, 192, 128, False), (1, 8, 64, True), (2, 128, 64, True), (1, 40, 256, True)],
 )
 def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, row_tiles, n, k, is_transposed):
-    rng, rows = np.random.default_rng(0), tile_mma.ROWS * row_tiles
+    rng, rows = np.random.default_rng(0), WARPGROUP_ROWS * row_tiles
     a, b = (rng.integers(-8, 9, shape).astype(np.float16) for shape in ((rows, k), (k, n)))
     stored = b.T.copy() if is_transposed else b
     parts = [in_swizzled_memory(x[None], 128) for x in (a, stored)]
@@ -97,7 +98,7 @@ def test_each_warp_multiplies_its_rows_by_all_columns(monkeypatch, row_tiles, n,
 
 @pytest.mark.parametrize(("row_tiles", "n", "k"), [(1, 64, 128), (1, 256, 64), (2, 128, 64)])
 def test_a_left_operand_may_be_in_the_registers_of_an_accumulator(monkeypatch, row_tiles, n, k):
-    rng, rows = np.random.default_rng(0), tile_mma.ROWS * row_tiles
+    rng, rows = np.random.default_rng(0), WARPGROUP_ROWS * row_tiles
     a, acc = (rng.integers(-8, 9, (rows, size)).astype(np.float64) for size in (k, n))
     b = rng.integers(-8, 9, (k, n)).astype(np.float16)
     warp = Warp(in_swizzled_memory(b[None], 128))

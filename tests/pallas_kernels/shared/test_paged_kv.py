@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared import paged_kv
+from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 
@@ -150,7 +151,7 @@ class TestMaskedOutTokens:
             plgpu.copy_gmem_to_smem(value_g, tile_s, loaded)
             plgpu.barrier_wait(loaded)
             upper = pl.ds(64, 64)
-            keys = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=paged_kv.W) + 100
+            keys = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + 100
             paged_kv.clear_masked_out(tile_s, upper, keys, ends_g[0], ends_g[1])
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile_s, out_g)
