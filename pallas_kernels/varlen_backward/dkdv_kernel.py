@@ -49,7 +49,8 @@ each other only at the end of a work tile. Heads wider than 128 leave no registe
 one kernel computes S, dP and dK, and another S and dV (`compute_dk_step` and `compute_dv_step`).
 
 Under a mask of small blocks, each computing warpgroup is a team with its own work tiles of 64 keys, stages,
-barriers and loading warp. Its lists do not contain the query tiles that attend only to the other team's keys.
+barriers and loading warp. Its lists do not contain query tiles that attend only to the other team's keys.
+They may contain blocks of 16 or 32 queries: then a tile of 64 queries holds any listed blocks.
 
 Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
 tile_scheduler assigns work tiles to thread blocks, or to their teams.

@@ -141,6 +141,13 @@ def check_backward_lists(mask="strided") -> None:
     problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=interpret))
 
 
+def check_backward_blocks() -> None:
+    """Check a backward kernel whose tiles hold two listed blocks of 32 queries, or one."""
+    problem = test_tile_lists.problem_of("small_blocks", lens=(3, 150))
+    sizes = test_tile_lists.one_block(test_tile_lists.sizes_for(problem))
+    problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=plgpu.InterpretGPUParams()))
+
+
 def check_score_mod() -> None:
     """Check prompts with lookups by distance."""
     test_score_mods.check(relative, test_score_mods.PREFILL, kv="NHD")

@@ -333,6 +333,7 @@ def fewer(first, low, high, num):
 
 
 backward_lists = kernels.check_backward_lists
+backward_blocks = kernels.check_backward_blocks
 decode, in_splits = kernels.check_decode, functools.partial(kernels.check_decode, split_kv=64)
 cp_async = functools.partial(kernels.check_decode, sizes=kernels.CP_ASYNC)
 decode_window = functools.partial(kernels.check_decode, kernels.WINDOW)
@@ -510,6 +511,15 @@ MUTATIONS = {
             jnp.where(num > 1, first + 1, first), jnp.where(num > 1, jnp.maximum(low - 1, 0), low), high,
             jnp.where(num > 1, num - 1, num),
         )),
+    ),
+    "backward-missing-block": Mutation(
+        "a block that a tile lacks is computed as the list's first one",
+        backward_blocks,
+        lambda patch: patch.setattr(
+            backward_scores.QueryTile,
+            "run_starts",
+            lambda tile: tuple(map(tile.work_tile.position, tile.runs)),
+        ),
     ),
     "backward-full": Mutation(
         "the partial tiles at both ends are not masked",
