@@ -55,10 +55,8 @@ class DkDvLoader:
         inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full.at[self.team]
         team_size = self.spec.sizes.team_size
         for rank in range(team_size):
-            wg, row = (
-                self.team * team_size + rank,
-                align_row(work_tile["first_key_row"] + rank * WARPGROUP_ROWS),
-            )
+            wg = self.team * team_size + rank
+            row = align_row(work_tile["first_key_row"] + rank * WARPGROUP_ROWS)
             for panel in range(self.spec.num_head_panels):
                 index = (work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
                 copy_rows(inputs.key, row, index, smem.key.at[wg, panel], full, num_rows=WARPGROUP_ROWS)

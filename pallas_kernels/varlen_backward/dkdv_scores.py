@@ -309,10 +309,8 @@ class DkDvScores:
 
     def _score_tile(self, tile: QueryTile) -> ScoreTile:
         """Return the pairs of the tile as a score function takes them."""
-        tile_q, first_key = (
-            self.spec.sizes.tile_q,
-            tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS,
-        )
+        tile_q = self.spec.sizes.tile_q
+        first_key = tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS
 
         def columns() -> Columns:
             return plgpu.broadcasted_iota(jnp.int32, (tile_q,), 0, layout=COLUMN)
