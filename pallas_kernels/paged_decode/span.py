@@ -7,7 +7,7 @@ list of sparse blocks selects.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -299,9 +299,7 @@ class TileKeys:
         """Return the key position of each of the given rows of the tile."""
         if self.load_listed is not None:
             return lax.broadcast_in_dim(self.load_listed(), rows.shape, [0])
-        return rows + self._select(
-            rows, [first - i * self.run_length for i, first in enumerate(self.run_starts)]
-        )
+        return rows + paged_kv.run_offsets(rows, self.run_starts, self.run_length)
 
     def tile_positions(self, shape: tuple[int, ...]) -> Tile:
         """Return the key position of each element of a tile [keys, ...], in the WGMMA layout."""
@@ -310,7 +308,7 @@ class TileKeys:
 
     def row_head_bits(self, rows: Tile) -> Tile:
         """Return, for each of the given rows of the tile, the head bits of its run."""
-        return self._select(rows, self.head_bits)
+        return paged_kv.select_run(rows, self.head_bits, self.run_length)
 
     def positions(self, num_keys: int) -> Rows:
         """Return the key position of each row of the tile."""
@@ -318,13 +316,6 @@ class TileKeys:
             return self.load_listed()
         layout = ROW
         return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=layout))
-
-    def _select(self, rows: Tile, run_values: Sequence[Scalar]) -> Tile:
-        """Return the element of `run_values` for the run that each of the given rows belongs to."""
-        value = run_values[0]
-        for i, run_value in enumerate(run_values[1:], 1):
-            value = jnp.where(rows >= i * self.run_length, run_value, value)
-        return value
 
     def where_visible(self, x: Tile, segment: Segment, fill: float) -> Tile:
         """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""

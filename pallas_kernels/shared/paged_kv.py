@@ -8,7 +8,7 @@ anything.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -207,6 +207,31 @@ def where_visible(x: Tile, keys: Tile, first_key: Scalar, end_key: Scalar, fill:
         fill: Static value of the replaced rows.
     """
     return jnp.where((keys >= first_key) & (keys < end_key), x, jnp.full_like(x, fill))
+
+
+def select_run(rows: Tile, values: Sequence[Scalar], run_length: int) -> Tile | Scalar:
+    """Return the element of `values` for the run of consecutive tokens that each row of a tile belongs to.
+
+    Args:
+        rows: Index of each element's row in the tile.
+        values: Value of each run of the tile; of a single one, a scalar is returned.
+        run_length: Number of rows per run. Static.
+    """
+    selected = values[0]
+    for run, value in enumerate(values[1:], 1):
+        selected = jnp.where(rows >= run * run_length, value, selected)
+    return selected
+
+
+def run_offsets(rows: Tile, run_starts: Sequence[Scalar], run_length: int) -> Tile | Scalar:
+    """Return the position of each row of a tile minus its index; see `select_run`.
+
+    Args:
+        rows: Index of each element's row in the tile.
+        run_starts: Position of the first row of each run.
+        run_length: Number of rows per run. Static.
+    """
+    return select_run(rows, [start - run * run_length for run, start in enumerate(run_starts)], run_length)
 
 
 def clear_masked_out(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL
-from pallas_kernels.shared.paged_kv import clear_masked_out
+from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
@@ -523,11 +523,9 @@ def clear_invalid_queries(tile: QueryTile, tile_s: Ref, *, fence: Callable[[], N
             def query_position(shape: tuple[int, ...], start: int = start) -> Tile:
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
                 first_run = start // length
-                offset = positions[first_run] + (start - first_run * length)
-                for run in range(first_run + 1, (start + PANEL) // length):
-                    first_row = run * length - start
-                    offset = jnp.where(row >= first_row, positions[run] - first_row, offset)
-                return row + offset
+                first_position = positions[first_run] + (start - first_run * length)
+                others = positions[first_run + 1 : (start + PANEL) // length]
+                return row + run_offsets(row, [first_position, *others], length)
 
             clear_masked_out(
                 tile_s.at[slice(None), pl.ds(start, PANEL)], pl.ds(0, PANEL), query_position, first, end

@@ -16,7 +16,7 @@ from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.memory import PANEL
-from pallas_kernels.shared.paged_kv import clear_masked_out
+from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words, join_half_words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
@@ -238,9 +238,7 @@ class ValueTiles:
             @pl.when(functools.reduce(operator.or_, has_invisible))
             def _(first_row: int = first_row, part: tuple[Scalar, ...] = part) -> None:
                 row = plgpu.broadcasted_iota(jnp.int32, (PANEL, PANEL), 0, layout=WGMMA)
-                offset = part[0]
-                for run, start in enumerate(part[1:], 1):
-                    offset = jnp.where(row >= run * run_length, start - run * run_length, offset)
+                offset = run_offsets(row, part, run_length)
                 rows = pl.ds(first_row, PANEL)
                 clear_masked_out(values_s, rows, lambda _: row + offset, first_key, end_key)
                 plgpu.commit_smem()

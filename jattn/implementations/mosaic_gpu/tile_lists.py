@@ -213,14 +213,22 @@ def packed_block_size(
         bounds: Static bounds of the call.
         run_size: Keys per block for factors of the mask without blocks; 0 for masks of blocks only.
     """
-    shapes = [factor.block_shape for factor in factors(mask)]
-    keys = math.gcd(run_size, *[shape[1] for shape in shapes if shape is not None])
+    keys = _common_block_size(mask, 1, run_size)
     if keys not in LIST_BLOCK_SIZES or keys >= sizes.tile_kv or sizes.per_warp_mma:
         return None
     if bounds.max_kv_tiles(keys) > MAX_TILES:
         return None
     pairs = split_factors(mask.for_kernels(), sizes, bounds, keys).pairs
     return keys if pairs is None or _has_words(pairs, block_tiling(spec, sizes, keys, bounds)) else None
+
+
+def _common_block_size(mask: Mask, axis: int, run_size: int) -> int:
+    """Return the greatest common divisor of `run_size` and the queries (axis 0) or keys (1) of all blocks.
+
+    0 if there are none.
+    """
+    shapes = [factor.block_shape for factor in factors(mask)]
+    return math.gcd(run_size, *[shape[axis] or 0 for shape in shapes if shape is not None])
 
 
 def _has_words(mask: Mask, tiling: KernelTiling) -> bool:
@@ -269,9 +277,8 @@ def packed_query_block_size(
         sizes: Sizes of the kernel.
         max_seq_len: Maximum number of tokens per request.
     """
-    shapes = [factor.block_shape for factor in factors(mask)]
     run_size = min(RUN_BLOCK_SIZES) if has_short_runs(mask) else 0
-    size = math.gcd(run_size, *[shape[0] or 0 for shape in shapes if shape is not None])
+    size = _common_block_size(mask, 0, run_size)
     if not 0 < size < sizes.tile_q:
         return None
     for queries in backward.list_block_sizes(sizes):
@@ -440,8 +447,8 @@ def _split_query_tiles(schedule: PrefillSchedule, parts: int, queries: int) -> P
     """Return the schedule with each query tile split into `parts` tiles of `queries` queries."""
     table = jnp.repeat(schedule.table, parts, axis=0)
     first_row = jnp.arange(len(table), dtype=jnp.int32) % parts * queries
-    for name, change in {"first_row": first_row, "position": first_row}.items():
-        table = table.at[:, COLUMNS.index(name)].add(change)
+    for name in ("first_row", "position"):
+        table = table.at[:, COLUMNS.index(name)].add(first_row)
     for name in ("begin", "end"):
         column = COLUMNS.index(name)
         table = table.at[:, column].set(jnp.clip(table[:, column] - first_row, 0, queries))
