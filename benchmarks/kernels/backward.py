@@ -34,6 +34,7 @@ from benchmarks.kernels.score_mods import (
 )
 from benchmarks.runner import Rows, kernel_times, wall_times
 from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, num_rows_per_token, rows_to_heads
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
@@ -77,8 +78,19 @@ class Work:
             return dataclasses.replace(sizes, **changes)
         mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
         mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
-        sizes = backward_sizes(mask, self.spec, mean_len=mean_len)
+        sizes = backward_sizes(mask, self.spec, mean_len=mean_len, rows_per_token=self.rows_per_token)
         return dataclasses.replace(sizes, **changes)
+
+    @property
+    def rows_per_token(self) -> int:
+        """Return the number of query heads that the backward kernel takes as rows of one head."""
+        mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
+        return 1 if mask is None else num_rows_per_token(mask, self.spec)
+
+    @property
+    def backward_score(self) -> Score:
+        """Return the score of the backward kernel."""
+        return dataclasses.replace(self.score, rows_per_token=self.rows_per_token)
 
     @property
     def score(self) -> Score:
@@ -171,14 +183,15 @@ class Work:
         A model computes them once per step for all layers.
         """
         lens, (kv_tokens, kv_heads, head_dim) = _lens(arrays), arrays["key"].shape
-        num_tokens = arrays["query"].shape[0]
+        lens = lens._replace(query_start_loc=lens.query_start_loc * self.rows_per_token)
+        num_rows = arrays["query"].shape[0] * self.rows_per_token
         schedule = backward.make_schedule(
             *lens,
             kv_tokens=kv_tokens,
-            num_tokens=num_tokens,
+            num_tokens=num_rows,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            score=self.score,
+            score=self.backward_score,
             sizes=self.sizes,
         )
         if "mask" not in arrays:
@@ -188,15 +201,17 @@ class Work:
             self.spec,
             lens,
             schedule,
-            num_tokens=num_tokens,
+            num_rows=num_rows,
             max_seq_len=self.max_seq_len,
             sizes=self.sizes,
+            rows_per_token=self.rows_per_token,
         )
 
     def run(self, arrays: Arrays, plan: Any) -> tuple[jax.Array, ...]:
         """Run the backward kernel and return the gradients of queries, keys and values.
 
-        The log-sum-exps contain the sinks, whose gradients need no kernel.
+        The log-sum-exps contain the sinks, whose gradients need no kernel. If heads become rows of queries,
+        the time includes that.
 
         Args:
             arrays: Inputs, the output and the log-sum-exps.
@@ -204,9 +219,14 @@ class Work:
         """
         schedule, lists, mask = plan
         inputs = kernel_arrays({name: x for name, x in arrays.items() if name not in ("mask", "sinks")})
-        return backward.varlen_backward(
-            **inputs, score=self.score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask
+        rows = self.rows_per_token
+        inputs |= {name: heads_to_rows(inputs[name], rows) for name in ("query", "out", "grad_out")}
+        inputs["lse"] = heads_to_rows(inputs["lse"].T, rows).T
+        inputs["query_start_loc"] *= rows
+        dq, dk, dv = backward.varlen_backward(
+            **inputs, score=self.backward_score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask
         )
+        return rows_to_heads(dq, rows), dk, dv
 
 
 def _lens(arrays: Arrays) -> PackedLens:

@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from benchmarks.kernels.score_mods import BASELINES, SOFT_CAP
 from jattn import masks
+from jattn.sparsity.scores import force_blocks, top_k_blocks
 from pallas_kernels.shared import Score
 
 STRIDES = {"block_size": 64, "local_blocks": 16, "vert_stride": 8}
@@ -48,6 +49,8 @@ CASES = {
         _case("t_d256_1x8k", (8192,), (16, 8, 256)),
         _case("t_d256_8x2k", (2048,) * 8, (16, 8, 256)),
         _case("t_mha_8x2k", (2048,) * 8, (16, 16, 128)),
+        _case("t_16_heads_1x16k", (16384,), (32, 2, 128)),
+        _case("t_16_heads_1x64k", (65536,), (32, 2, 128)),
         dataclasses.replace(PREFILL["p_ragged"], name="t_ragged"),
         _case("t_documents_16k", document_lens(16384, 2)),
         _case("t_documents_32k", document_lens(32768, 3)),
@@ -67,6 +70,16 @@ def random_blocks(size: int, density: float, q_heads: int, tokens: int) -> masks
     count = -(-tokens // size)
     blocks = jax.random.uniform(jax.random.key(4), (q_heads, count, count)) < density
     return masks.BlockMask(blocks=blocks | jnp.eye(count, dtype=bool)[None], block_q=size, block_kv=size)
+
+
+def selected_blocks(q_heads: int, tokens: int) -> masks.BlockMask:
+    """Return a mask in which each query selects 16 blocks of 64 keys for all heads, as in NSA.
+
+    It selects the first block, its own, and random blocks before it.
+    """
+    scores = jax.random.uniform(jax.random.key(7), (1, 1, tokens, -(-tokens // 64)))
+    scores = force_blocks(scores, block_q=1, block_kv=64, num_first=1)
+    return masks.BlockMask(blocks=top_k_blocks(scores, 16)[0], block_q=1, block_kv=64)
 
 
 def local_strided(q_heads: int, tokens: int) -> masks.LocalStrided:
@@ -111,6 +124,7 @@ MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
         for size in (64, 32, 16)
         for density in (0.25, 0.1)
     },
+    "selected_blocks": selected_blocks,
     "local_strided": local_strided,
     "documents_window": documents_window,
     "vertical_slash": vertical_slash,

@@ -221,8 +221,8 @@ def convert_mask(mask: masks.Mask, case: PrefillCase, to_tensor: Callable[[Any],
             ids = to_tensor(mask.ids)
             return lambda b, h, q, k: ids[q] == ids[k]
         case masks.BlockMask(block_q=block_q, block_kv=block_kv):
-            blocks = to_tensor(mask.blocks)
-            return lambda b, h, q, k: blocks[h, q // block_q, k // block_kv]
+            blocks, heads = to_tensor(mask.blocks), case.q_heads // len(mask.blocks)
+            return lambda b, h, q, k: blocks[h // heads, q // block_q, k // block_kv]
         case masks.LocalStrided(block_size=size, local_blocks=local_blocks, vert_stride=stride):
             step = mask.head_sliding_step(case.q_heads, case.kv_heads)
 

@@ -91,6 +91,11 @@ class Mask(abc.ABC):
         """Whether a query of a long request typically attends to few of its tiles of keys."""
         return False
 
+    @property
+    def has_common_keys(self) -> bool:
+        """Whether queries all over a request attend to the same few keys, as to its first ones."""
+        return False
+
     def key_range(self, query: Any) -> tuple[Any | None, Any | None] | None:
         """Return the visible keys of queries at positions from 0 on, as a range of positions [begin, end).
 

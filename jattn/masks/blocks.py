@@ -19,7 +19,6 @@ from pallas_kernels.checks import require, require_int
 from pallas_kernels.varlen_prefill import (
     ALL_COLUMNS,
     MAX_COLUMN_BLOCKS,
-    MAX_ROW_BLOCKS,
     BlockBits,
     BlockBitWords,
     KernelMask,
@@ -236,8 +235,8 @@ class BlockMask(Mask):
         num_q_heads = tiling.num_heads[0]
         tiles_and_blocks = (tiling.queries, self.block_q), (tiling.keys, self.block_kv)
         rows, columns = tiles_and_blocks[::-1] if tiling.has_key_rows else tiles_and_blocks
-        limits = (*rows, MAX_ROW_BLOCKS), (*columns, MAX_COLUMN_BLOCKS)
-        if any(block and max_blocks_per_tile(tile, block) > limit for tile, block, limit in limits):
+        num_columns, column_block = columns
+        if column_block and max_blocks_per_tile(num_columns, column_block) > MAX_COLUMN_BLOCKS:
             pairs = jnp.repeat(jnp.repeat(blocks, self.block_q or 1, axis=2), self.block_kv, axis=3)
             return PairBits.make(
                 pairs,
@@ -255,7 +254,7 @@ class BlockMask(Mask):
             words=BlockBits.pack(jnp.swapaxes(blocks, 2, 3) if tiling.has_key_rows else blocks),
             first_q_block=None if self.block_q is None else first,
             row_block=rows[1],
-            column_block=columns[1] or ALL_COLUMNS,
+            column_block=column_block or ALL_COLUMNS,
             group=num_q_heads // blocks.shape[1],
             is_aligned=is_aligned,
         )
@@ -312,6 +311,11 @@ class BigBird(Mask):
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
 
     skips_most_tiles = True
+
+    @property
+    @override
+    def has_common_keys(self) -> bool:
+        return self.global_blocks > 0
 
     @property
     @override

@@ -146,6 +146,7 @@ class Sinks(Mask):
         normalize_ints(self, 1, "num")
 
     skips_most_tiles = True
+    has_common_keys = True
 
     @override
     def visible(self, pairs: Pairs) -> Any:

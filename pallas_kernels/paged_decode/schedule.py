@@ -21,7 +21,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.cumulative_units import cumulative_units
-from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.score import Score, ScoreMask
 
 # Up to this many rows XLA sums the units in one kernel, over pairs of rows; for more it would store the
 # pairs.
@@ -55,7 +55,7 @@ class DecodeScheduleKey:
     """
 
     keys_per_unit: int
-    mask: tuple[bool, tuple[int | None, int | None], int | None] | None
+    mask: ScoreMask | None
     decode_query_len: int | None
     list_block_size: int | None
     kv_heads: int | None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.checks import require
+from pallas_kernels.shared.arithmetic import floor_div
 
 # A query may lie this many positions before its request's first key, if there are fewer keys than queries.
 MAX_QUERIES_BEFORE_KEYS = 8
@@ -22,13 +23,21 @@ def normalize_window_side(width: int | None) -> int | None:
     return None if width is None or width >= UNLIMITED else width
 
 
+type ScoreMask = tuple[bool, tuple[int | None, int | None], int | None, int]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """The function `scale * q.k`, soft-capped, masked and with ALiBi's bias.
 
     The fields have the meaning of AttentionSpec's fields of the same names, but a window side that masks
-    nothing must be None: values from 2**30 on raise ValueError. `mask` holds the fields that decide which
-    keys a query attends to; layers with equal values can share a schedule.
+    nothing must be None: values from 2**30 on raise ValueError.
+
+    Attributes:
+        rows_per_token: Number of consecutive query rows of a token, a power of two. If it is not 1, kernels
+            take the queries of several heads of a KV head as rows of one head, and count positions of
+            queries, but not of keys, in rows.
+        mask: Fields that decide which keys a query attends to. Layers with equal values can share a schedule.
     """
 
     scale: float
@@ -37,9 +46,8 @@ class Score:
     chunk_size: int | None = None
     soft_cap: float | None = None
     sqrt_alibi: bool = False
-    mask: tuple[bool, tuple[int | None, int | None], int | None] = dataclasses.field(
-        init=False, repr=False, compare=False
-    )
+    rows_per_token: int = 1
+    mask: ScoreMask = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for side, width in zip(("left", "right"), self.window, strict=True):
@@ -47,7 +55,9 @@ class Score:
             require(is_in_range, f"window's {side} side", f"be None or lie in [0, {UNLIMITED})", width)
         is_in_range = self.chunk_size is None or 0 < self.chunk_size <= MAX_CHUNK_SIZE
         require(is_in_range, "chunk_size", f"be None or lie in [1, {MAX_CHUNK_SIZE}]", self.chunk_size)
-        vars(self).update(mask=(self.causal, self.window, self.chunk_size))
+        rows = self.rows_per_token
+        require(rows > 0 and rows & (rows - 1) == 0, "rows_per_token", "be a power of two", rows)
+        vars(self).update(mask=(self.causal, self.window, self.chunk_size, rows))
 
     def max_visible_keys(self, num_queries: int) -> int | None:
         """Return the maximum number of keys that `num_queries` adjacent queries attend to, or None."""
@@ -63,12 +73,14 @@ class Score:
         """Return the range [first_key, end_key) of key positions that the query at `position` attends to.
 
         Args:
-            position: Query position: an int32 scalar or tile.
+            position: Query position, in rows: an int32 scalar or tile.
             seq_len: Number of keys of the request: an int32 scalar, or an array of the shape of `position`.
         """
         left, right = self.window
         if self.causal:
             right = 0 if right is None else min(right, 0)
+        if self.rows_per_token > 1:
+            position = floor_div(position, self.rows_per_token)
         first_key, end_key = position * 0, position * 0 + seq_len
         if right is not None:
             end_key = jnp.minimum(end_key, position + (1 + right))

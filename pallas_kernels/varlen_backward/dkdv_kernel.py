@@ -168,7 +168,7 @@ def dkdv_body(
 
 def output_types(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Return the types of dk and dv."""
-    grad_type = jax.ShapeDtypeStruct((kv_tokens, *inputs.key.rows.shape[1:]), spec.dtype)
+    grad_type = jax.ShapeDtypeStruct((kv_tokens, spec.grad_heads, *inputs.key.rows.shape[2:]), spec.dtype)
     return DkDvOutputs(*(grad_type if is_computed else None for is_computed in spec.computes))
 
 

@@ -473,7 +473,7 @@ class DkDvMainloop:
                 return (rows, head, *self.spec.gmem_panel_index(panel, first_row * 0))
 
             store_valid_rows(
-                grad_g, index_of, [PackedHead(work_tile.kv_head, 0)], ValidRows(first_row, begin, end),
+                grad_g, index_of, [PackedHead(work_tile.grad_head, 0)], ValidRows(first_row, begin, end),
                 swizzled.at[self.wg], plain.at[self.wg], tiles, is_interpreted=self.spec.is_interpreted,
             )  # fmt: skip
 
@@ -512,7 +512,7 @@ def clear_invalid_queries(tile: QueryTile, tile_s: Ref, *, fence: Callable[[], N
         fence: Function that makes the zeros visible to the matrix product.
     """
     tile_q, num_runs = tile_s.shape[1], len(tile.runs)
-    length, first, end = tile_q // num_runs, tile.work_tile["first_position"], tile.work_tile["seq_len"]
+    length, first, end = tile_q // num_runs, tile.work_tile["first_position"], tile.work_tile["end_position"]
     positions = [tile.work_tile.position(run) for run in tile.runs]
     is_outside = [(first > position) | (end - position < length) for position in positions]
 

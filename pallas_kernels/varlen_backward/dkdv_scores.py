@@ -270,10 +270,10 @@ class DkDvScores:
         """Return the exponents with -inf for invisible pairs."""
         # Without the mask, each key is visible to a contiguous range of queries.
         work_tile = tile.work_tile
-        first, seq_len = work_tile["first_position"], work_tile["seq_len"]
+        first, end = work_tile["first_position"], work_tile["end_position"]
         row = self._rows() + self.rank * WARPGROUP_ROWS
         first_query, end_query = visible_query_range(
-            self.spec.score, row + work_tile["key_position"], first, seq_len
+            self.spec.score, row + work_tile["key_position"], first, end
         )
         is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
         end_query = jnp.where(is_valid, end_query, first_query)

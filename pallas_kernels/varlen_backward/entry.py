@@ -14,6 +14,7 @@ from pallas_kernels.checks import (
     check_heads,
     check_supported,
     forbid_kernel_derivative,
+    require,
     require_arrays,
     require_axes,
     require_built_for,
@@ -37,7 +38,13 @@ from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
-from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
+from pallas_kernels.varlen_backward.refs import (
+    DkDvInputs,
+    DkDvOutputs,
+    DkDvScheduleRefs,
+    DqInputs,
+    QueryListRefs,
+)
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
 from pallas_kernels.varlen_backward.sizes import (
     BackwardSizes,
@@ -167,7 +174,7 @@ def varlen_backward(
         needed = dataclasses.replace(needed, list_block_size=query_block_size)
         require_built_for("lists", lists.built_for, needed)
         meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
-        require_shape("lists.order", lists.order.shape, (rows * kv_heads,), meaning)
+        require_shape("lists.order", lists.order.shape, (rows * kv_heads * sizes.list_splits,), meaning)
         require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), meaning)
         if lists.dq_lists is not None and schedule.dq_schedule is not None:
             dq_block_size = lists.dq_lists.built_for.list_block_size
@@ -272,6 +279,8 @@ def varlen_backward(
         else:
             dq = run(row_stats)
         outputs = run_dkdv(inputs._replace(row_stats=row_stats), spec, kv_tokens)
+    if sizes.list_splits > 1:
+        outputs = DkDvOutputs(*(_sum_splits(x, sizes.list_splits) for x in outputs))
     return dq.reshape(query.shape), outputs.dk.reshape(key.shape), outputs.dv.reshape(value.shape)
 
 
@@ -287,6 +296,7 @@ def check_dq(
     if deterministic and not has_dq_kernel:
         raise ValueError("deterministic=True requires a dq kernel. Set sizes.dq_sizes.")
     if lists is None:
+        require(sizes.list_splits == 1, "sizes.list_splits", "be 1 without lists", sizes.list_splits)
         return
     if not has_dq_kernel:  # these lists would have bits per warpgroup, which only the dq kernel allows
         if lists.dq_lists is not None:
@@ -300,6 +310,12 @@ def check_dq(
         raise ValueError(
             "sizes.dq_sizes is set, so mask.dq_mask is required. Pass the mask for the dq kernel."
         )
+
+
+def _sum_splits(grads: Array, splits: int) -> Array:
+    """Return the sum of the gradients of the parts of lists."""
+    by_split = grads.reshape(grads.shape[0], -1, splits, *grads.shape[2:])
+    return by_split.sum(axis=2, dtype=jnp.float32).astype(grads.dtype)
 
 
 def make_row_stats(

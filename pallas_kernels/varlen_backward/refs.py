@@ -27,7 +27,7 @@ class DkDvScheduleRefs(NamedTuple):
     Attributes:
         table: Table of the schedule [tiles, columns].
         num_valid: Number of valid rows of the table, [1].
-        order: Work tiles in processing order, each as `row * kv_heads + kv_head`.
+        order: Work tiles in processing order, each as `row * grad_heads + grad_head`.
         lists: Tile lists. None if a work tile visits every query tile that causality, window and chunk leave
             visible.
     """
@@ -71,7 +71,8 @@ class DkDvOutputs(NamedTuple):
     """Arrays that the dk/dv kernel writes.
 
     Attributes:
-        dk: Gradient of the keys [kv_tokens, ...], otherwise like the keys; or None.
+        dk: Gradient of the keys [kv_tokens, grad_heads, ...], otherwise like the keys; or None. There is one
+            head for each KV head and part of its lists.
         dv: Gradient of the values, like `dk`, or None.
     """
 

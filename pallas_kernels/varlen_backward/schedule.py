@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels.shared.arithmetic import sort_ranks, sorts_before
+from pallas_kernels.shared.arithmetic import floor_div, sort_ranks, sorts_before
 from pallas_kernels.shared.memory import ALIGN
-from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.score import Score, ScoreMask
 from pallas_kernels.varlen_backward.sizes import BackwardSizes
 from pallas_kernels.varlen_prefill import PrefillSchedule
 from pallas_kernels.varlen_prefill import make_schedule as make_prefill_schedule
@@ -29,7 +29,7 @@ COLUMNS = (
     "first_query_row",
     "query_position",  # position of first_query_row in its request
     "first_position",  # position of the request's first query
-    "seq_len",
+    "end_position",  # one past the position of the request's last query
     "first_tile",  # first query tile that attends to a key
     "num_partial_first",  # number of partial query tiles at the start
     "num_partial_last",  # number of partial query tiles at the end
@@ -49,7 +49,7 @@ class BackwardScheduleKey:
     Attributes:
         kv_tokens: Number of rows of the keys, including padding.
         kv_heads: Number of KV heads.
-        mask: Causality, window and chunk size, see Score.mask.
+        mask: Causality, window, chunk size and rows per token, see Score.mask.
         sizes: Tile sizes of the kernel.
         num_tokens: Number of rows of the queries, including padding, if there is a dq kernel; else None.
         list_block_size: Number of queries per list entry if several fill a tile; None otherwise.
@@ -57,7 +57,7 @@ class BackwardScheduleKey:
 
     kv_tokens: int
     kv_heads: int
-    mask: tuple[bool, tuple[int | None, int | None], int | None]
+    mask: ScoreMask
     sizes: BackwardSizes
     num_tokens: int | None
     list_block_size: int | None = None
@@ -143,16 +143,18 @@ def make_schedule(
 
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
-    first_position = keys - (starts[1:] - starts[:-1])
+    end_position = keys * score.rows_per_token
+    first_position = end_position - (starts[1:] - starts[:-1])
     alignment_offset = starts[:-1] % ALIGN
     query_position = first_position - alignment_offset
     tiles = visible_query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < tile_kv,
-        bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
+        bounds=(first_position[req], end_position[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
     columns = [
         req, index, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
-        (starts[:-1] - alignment_offset)[req], query_position[req], first_position[req], keys[req], *tiles,
+        (starts[:-1] - alignment_offset)[req], query_position[req], first_position[req], end_position[req],
+        *tiles,
     ]  # fmt: skip
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     table = jnp.where(is_valid[:, None], table, 0)
@@ -187,7 +189,7 @@ def _l2_sets(
     def column(name: str) -> Float[Array, " tiles"]:
         return table[:, COLUMNS.index(name)].astype(jnp.float32)
 
-    num_queries = column("seq_len") - column("first_position")
+    num_queries = column("end_position") - column("first_position")
     heads = jnp.arange(kv_heads, dtype=jnp.float32)
     first = kv_heads * column("first_query_row")[:, None] + heads[None, :] * num_queries[:, None]
     return (first * (QUERY_BYTES * head_dim / sizes.l2_bytes)).astype(jnp.int32).reshape(-1)
@@ -221,9 +223,9 @@ def order_work_tiles(
 
 
 def visible_query_range(
-    score: Score, position: jax.Array, first_position: jax.Array, seq_len: jax.Array
+    score: Score, position: jax.Array, first_position: jax.Array, end_position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the range [first_query, end_query) of positions of queries that attend to a key.
+    """Return the range [first_query, end_query) of positions of queries, in rows, that attend to a key.
 
     It is the counterpart of Score.key_range; both ends ascend with the position.
 
@@ -231,12 +233,14 @@ def visible_query_range(
         score: Mask of the layer.
         position: Position of the key, or keys.
         first_position: Position of the request's first query.
-        seq_len: One past the position of the request's last query and key.
+        end_position: One past the position of the request's last query.
     """
-    left, right = score.window
+    (left, right), rows = score.window, score.rows_per_token
     if score.causal:
         right = 0 if right is None else min(right, 0)
-    first_query, end_query = position * 0 + first_position, position * 0 + seq_len
+    if rows > 1:  # both are positions of the first row of a token
+        first_position, end_position = (floor_div(x, rows) for x in (first_position, end_position))
+    first_query, end_query = position * 0 + first_position, position * 0 + end_position
     if right is not None:
         first_query = jnp.maximum(first_query, position - right)
     if left is not None:
@@ -245,7 +249,8 @@ def visible_query_range(
         chunk = jax.lax.div(jnp.maximum(position, 0), position * 0 + score.chunk_size) * score.chunk_size
         first_query = jnp.maximum(first_query, chunk)
         end_query = jnp.minimum(end_query, chunk + score.chunk_size)
-    return first_query, jnp.maximum(end_query, first_query)
+    end_query = jnp.maximum(end_query, first_query)
+    return (first_query, end_query) if rows == 1 else (first_query * rows, end_query * rows)
 
 
 def visible_query_tiles(

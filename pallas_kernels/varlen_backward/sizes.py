@@ -13,6 +13,7 @@ from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, MaskBlocks, PrefillS
 
 WARPGROUPS = 2  # computing warpgroups
 MAX_FUSED_DIM = 128  # wider heads leave no registers for both dk and dv
+MIN_TEAM_QUERIES = 4  # queries per block for which a tile of 64 queries visits fewer keys than one of 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,9 @@ class BackwardSizes:
             per_warp_mma. With 1, a thread block computes half of a work tile.
         teams: Teams that the warpgroups of the dk/dv kernel form: 1, or 2 with dq_sizes. With 2, each
             warpgroup has its own work tiles of 64 keys, and `stages` of its own.
+        list_splits: Number of parts of each list of queries; more than 1 requires dq_sizes and tile lists.
+            Each part is a work tile, and their gradients are added up afterwards, so that all thread blocks
+            are busy even if most queries attend to the same few keys.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
             next one when it is done: on an H200, a persistent grid was 11 % slower at 8 x 2k and
             10 % at 1 x 16k.
@@ -48,11 +52,16 @@ class BackwardSizes:
     separate_dk_dv: bool = False
     warpgroups: int = WARPGROUPS
     teams: int = 1
+    list_splits: int = 1
     ctas: int | None = None
 
     def __post_init__(self) -> None:
         require_one_of("tile_q", self.tile_q, (64,) if self.per_warp_mma else (64, 128))
-        require_positive(stages=self.stages, ctas=1 if self.ctas is None else self.ctas)
+        require_positive(
+            stages=self.stages, list_splits=self.list_splits, ctas=1 if self.ctas is None else self.ctas
+        )
+        if self.dq_sizes is None:
+            require(self.list_splits == 1, "list_splits", "be 1 without dq_sizes", self.list_splits)
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require_one_of("warpgroups", self.warpgroups, (1, 2) if self.per_warp_mma else (WARPGROUPS,))
         has_teams = self.dq_sizes is not None and not (self.per_warp_mma or self.separate_dk_dv)
@@ -267,14 +276,17 @@ def _sizes_for_blocks(sizes: BackwardSizes, blocks: MaskBlocks, panels: int) -> 
     """Return the sizes, with a team per warpgroup in the kernels whose tiles would hold several blocks.
 
     Twice as many keys or queries are then loaded per product, which pays only if a tile of half the size
-    visits fewer of them. Under masks of single pairs it visits almost as many. For blocks of 128 at a density
-    of 0.1, teams took 1.07 (dq) and 1.05 (dk/dv) times as long on an H200 (backward-blocks-later).
+    visits fewer of them, or if the lists of key tiles name blocks of fewer queries than a tile has: for
+    blocks of 32 queries and 128 keys at a density of 0.25, teams took 0.50 times as long in the dk/dv kernel
+    on an H200 (backward-blocks-32x128). Under masks of single pairs smaller tiles visit almost as many. For
+    blocks of 128 at a density of 0.1, teams took 1.07 (dq) and 1.05 (dk/dv) times as long (backward-blocks-
+    later).
     """
-    has_small_queries, has_small_keys = (
-        any(min(LIST_BLOCK_SIZES) <= size < WARPGROUPS * WARPGROUP_ROWS for size in block_sizes)
-        for block_sizes in (blocks.queries, blocks.keys)
-    )
-    if has_small_keys:
+    max_size = WARPGROUPS * WARPGROUP_ROWS
+    has_small_queries = any(MIN_TEAM_QUERIES <= size < max_size for size in blocks.queries)
+    has_small_keys = any(min(LIST_BLOCK_SIZES) <= size < max_size for size in blocks.keys)
+    lists_queries = any(MIN_TEAM_QUERIES <= size < WARPGROUP_ROWS for size in blocks.queries)
+    if has_small_keys or lists_queries:
         sizes = KEY_TEAMS_TABLE[panels]
     elif has_small_queries:
         sizes = DQ_KERNEL_TABLE[panels]

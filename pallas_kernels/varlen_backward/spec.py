@@ -83,6 +83,11 @@ class BackwardSpec:
     interpret: Interpret = None
 
     @property
+    def grad_heads(self) -> int:
+        """Number of heads of the outputs: one per KV head and part of its lists."""
+        return self.kv_heads * self.sizes.list_splits
+
+    @property
     def is_interpreted(self) -> bool:
         """Whether the kernel runs in interpret mode: no register operands, running accumulators, TMA adds."""
         return bool(self.interpret)

@@ -100,9 +100,13 @@ def make_tile_lists(
     key_codes = _transpose_codes(schedule, query_tiles, codes, sizes, num_queries)
     tiles, heads, max_list = key_codes.shape
     listed = list_tiles(key_codes.reshape(tiles * heads, max_list))
+    first_tiles = query_tiles.first_tiles[schedule.table[:, COLUMNS.index("req")]]
+    listed = listed._replace(entries=listed.entries - jnp.repeat(first_tiles, heads)[:, None])
     num_steps = -(-(listed.num_partial + listed.num_full) // (sizes.tile_q // num_queries))
     lengths = num_steps.reshape(tiles * kv_heads, -1).sum(axis=1).astype(jnp.int32)
-    order = order_work_tiles(lengths, schedule.sets, schedule.num_valid * kv_heads)
+    order, splits = order_work_tiles(lengths, schedule.sets, schedule.num_valid * kv_heads), sizes.list_splits
+    if splits > 1:  # the parts of a list, which have equal lengths, are adjacent
+        order = (order[:, None] * splits + jnp.arange(splits, dtype=jnp.int32)[None, :]).reshape(-1)
     built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
     return BackwardTileLists(order, *listed, dq_lists=None, built_for=built_for)
 
@@ -115,31 +119,30 @@ def keys_per_code(sizes: BackwardSizes) -> int:
 def _transpose_codes(
     schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes, num_queries: int
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
-    """Return a code for each pair of a key tile and a tile of `num_queries` queries of its request."""
-    num, num_keys = codes.shape[0], keys_per_code(sizes)
+    """Return a code for each pair of a key tile and a tile of `num_queries` queries, of any request."""
+    num, num_keys, max_number = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
+    by_number = codes.transpose(2, 1, 0)
 
-    def column(name: str) -> Int[Array, " key_tiles"]:
-        return schedule.table[:, COLUMNS.index(name)]
+    def column(name: str) -> Int[Array, "key_tiles 1"]:
+        return schedule.table[:, COLUMNS.index(name)][:, None]
 
     first, end = (query_tiles.first_tiles[column("req") + offset] for offset in (0, 1))
-    tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
-    in_request = tile < end[:, None]
+    tile = jnp.arange(num, dtype=jnp.int32)[None, :]
+    in_request = (first <= tile) & (tile < end)
     in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
-    tile = jnp.minimum(tile, num - 1)
-    is_full_tile = ((query_tiles.end - query_tiles.begin) == num_queries)[tile]
+    is_full_tile = ((query_tiles.end - query_tiles.begin) == num_queries)[None, :]
 
     def coverage(begin: int) -> tuple[Array, Array]:
         """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""
         number = (column("number") * sizes.tile_kv + begin) // num_keys
-        exists = in_request & (number < codes.shape[2])[:, None]
+        exists = in_request & (number <= max_number)
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
-        tile_codes = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
-        is_visible = (tile_codes & (1 << VISIBLE_BIT) != 0) & exists[:, :, None]
-        is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys[:, None])[:, :, None]
+        tile_codes = by_number[jnp.minimum(number[:, 0], max_number)]
+        is_visible = (tile_codes & (1 << VISIBLE_BIT) != 0) & exists[:, None, :]
+        is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys)[:, None, :]
         return is_visible, is_full
 
     visible, full = zip(*map(coverage, range(0, sizes.tile_kv, num_keys)), strict=True)
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
     is_visible = functools.reduce(operator.or_, visible)
-    key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
-    return key_codes.transpose(0, 2, 1)
+    return encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())

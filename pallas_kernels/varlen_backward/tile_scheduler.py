@@ -46,15 +46,21 @@ class BackwardWorkTile:
     """A tile of keys of one KV head. `work_tile[name]` is the value of a column of the schedule's table.
 
     Attributes:
-        kv_head: KV head.
         row: Row of the tile in the schedule's table.
+        grad_head: Index of the work tile's gradients among the heads of the outputs.
+        kv_head: KV head.
+        split: Index of the part of the lists that the work tile visits.
     """
 
     def __init__(
-        self, kv_head: Scalar, row: Scalar, columns: Ref, lists: QueryListRefs | None, spec: BackwardSpec
+        self, row: Scalar, grad_head: Scalar, columns: Ref, lists: QueryListRefs | None, spec: BackwardSpec
     ):
         """Create the work tile; `columns` is its row of the table in global or shared memory."""
-        self.kv_head, self.row, self.columns, self.lists, self.spec = kv_head, row, columns, lists, spec
+        self.row, self.grad_head, self.columns, self.lists, self.spec = row, grad_head, columns, lists, spec
+        self.kv_head, self.split = grad_head, None
+        if spec.sizes.list_splits > 1:
+            splits = jnp.int32(spec.sizes.list_splits)
+            self.kv_head, self.split = lax.div(grad_head, splits), lax.rem(grad_head, splits)
 
     def __getitem__(self, name: str) -> Scalar:
         return self.columns[COLUMNS.index(name)]
@@ -80,13 +86,29 @@ class BackwardWorkTile:
             return lists.entries[list_row, i]
 
         if runs == 1:
-            return QuerySteps(num_partial, num_entries, entry)
+            return self._part(QuerySteps(num_partial, num_entries, entry))
         # The first tile has a mask in any case, so it is the one that lacks entries.
         num_missing = (0 - num_entries) & (runs - 1)
         num_masked, num_steps = (
             lax.div(num + num_missing + (runs - 1), jnp.int32(runs)) for num in (num_partial, num_entries)
         )
-        return QuerySteps(num_masked, num_steps, entry, num_missing, runs)
+        return self._part(QuerySteps(num_masked, num_steps, entry, num_missing, runs))
+
+    def _part(self, steps: QuerySteps) -> QuerySteps:
+        """Return the work tile's part of the steps of a list."""
+        if self.split is None:
+            return steps
+        splits = jnp.int32(self.spec.sizes.list_splits)
+        begin, end = (lax.div(steps.num_steps * split, splits) for split in (self.split, self.split + 1))
+        # Only the list's first tile lacks entries.
+        first_entry = begin * steps.runs_per_tile - jnp.where(begin > 0, steps.num_missing, 0)
+        return QuerySteps(
+            jnp.clip(steps.num_masked - begin, 0, end - begin),
+            end - begin,
+            lambda i: steps.entry(first_entry + i),
+            jnp.where(begin > 0, 0, steps.num_missing),
+            steps.runs_per_tile,
+        )
 
     def _query_tile(self, i: Scalar) -> Scalar:
         """Return the query tile of step `i` without lists: partial tiles of both ends, then full ones."""
@@ -110,7 +132,7 @@ class BackwardTileScheduler:
 
     def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: BackwardSpec):
         self.schedule, self.ctas, self.spec = schedule, ctas, spec
-        self.num_work_tiles = schedule.num_valid[0] * spec.kv_heads
+        self.num_work_tiles = schedule.num_valid[0] * spec.grad_heads
 
     def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """Return the number of work tiles of a team, and a function from round to work tile index."""
@@ -136,10 +158,10 @@ class BackwardTileScheduler:
             index: Index of the work tile.
             columns: Its row of the table in shared memory; None to read it from global memory.
         """
-        kv_heads = jnp.int32(self.spec.kv_heads)
-        row = lax.div(index, kv_heads)
+        grad_heads = jnp.int32(self.spec.grad_heads)
+        row = lax.div(index, grad_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
-        return BackwardWorkTile(lax.rem(index, kv_heads), row, columns, self.schedule.lists, self.spec)
+        return BackwardWorkTile(row, lax.rem(index, grad_heads), columns, self.schedule.lists, self.spec)
 
 
 def entry_tile(entry: Scalar) -> Scalar:

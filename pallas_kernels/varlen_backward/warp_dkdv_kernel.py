@@ -246,7 +246,7 @@ class WarpDkDvMainloop:
             for chunk, acc in enumerate(accs):
                 chunk_g = grad_g.at[:, :, chunk] if head.is_padded else grad_g
                 store_token_rows(
-                    chunk_g, acc * scale, work_tile.kv_head, first_row, begin, end,
+                    chunk_g, acc * scale, work_tile.grad_head, first_row, begin, end,
                     tokens_per_head=WARPGROUP_ROWS, columns=head.chunk_dim,
                     is_interpreted=self.spec.is_interpreted,
                 )  # fmt: skip

@@ -7,7 +7,6 @@ from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, Kerne
 from pallas_kernels.varlen_prefill.mask_policies import (
     ALL_COLUMNS,
     MAX_COLUMN_BLOCKS,
-    MAX_ROW_BLOCKS,
     BlockBits,
     BlockBitWords,
     Inverted,

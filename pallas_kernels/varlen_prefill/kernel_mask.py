@@ -142,11 +142,12 @@ class PairTile:
     def load_rows(self, ref: Ref, index: Index, first: Scalar) -> Rows:
         """Load a value per row: `ref[*index, first + row]`; packed heads have equal values."""
         if self.packed_heads > 1:
-            is_interpreted = bool(self.interpret)
-            return look_up(
-                ref.at[index], self._row_indices() + first, layout=ROW, is_interpreted=is_interpreted
-            )
+            return self.look_up_rows(ref, index, self._row_indices() + first)
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
+
+    def look_up_rows(self, ref: Ref, index: Index, elements: Rows) -> Rows:
+        """Load a value per row: `ref[*index, element]`, with the element of each row."""
+        return look_up(ref.at[index], elements, layout=ROW, is_interpreted=bool(self.interpret))
 
     def load_queries(self, ref: Ref, index: Index, first: Scalar) -> Rows | Columns:
         """Load a value per query: `ref[*index, first + query]`."""

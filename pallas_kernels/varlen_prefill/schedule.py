@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, Int32
 from pallas_kernels.checks import require
 from pallas_kernels.shared.arithmetic import sort_ranks, sorts_before
 from pallas_kernels.shared.memory import ALIGN
-from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.score import Score, ScoreMask
 from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 
 
@@ -22,7 +22,7 @@ class PrefillScheduleKey:
 
     Attributes:
         num_tokens: Number of query tokens, including padding.
-        mask: Causality, window and chunk size, see Score.mask.
+        mask: Causality, window, chunk size and rows per token, see Score.mask.
         sizes: Tile sizes of the kernel.
         q_heads: Number of query heads if KV splits are enabled; else None, and the schedule serves any number
             of heads.
@@ -33,7 +33,7 @@ class PrefillScheduleKey:
     """
 
     num_tokens: int
-    mask: tuple[bool, tuple[int | None, int | None], int | None]
+    mask: ScoreMask
     sizes: PrefillSizes
     q_heads: int | None
     has_lists: bool
@@ -268,11 +268,11 @@ def _query_tiles(
     is_valid = req <= reqs
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile
-    lens = ends - starts
-    first_visible_key, _ = visible_key_range(score, keys - lens, keys - 1, keys)
+    lens, position_ends = ends - starts, keys * score.rows_per_token
+    first_visible_key, _ = visible_key_range(score, position_ends - lens, position_ends - 1, keys)
     begin = jnp.maximum(starts[req] - first_row, 0)
     end = jnp.minimum(ends[req] - first_row, tile)
-    position = (keys - lens - starts)[req] + first_row
+    position = (position_ends - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
     first_key, end_key = visible_key_range(score, position + begin, position + end - 1, seq_len)
     _, kv_tiles = overlapping_kv_tiles(first_key, end_key, kv_start, sizes.tile_kv)

@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.attention_problems import AttentionProblem, Setting
-from tests.implementations.mosaic_gpu import test_score_mods
+from tests.implementations.mosaic_gpu import test_query_rows, test_score_mods
 from tests.pallas_kernels.varlen_backward import backward_problem, test_tile_lists
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.score_functions import relative, scaled
@@ -146,6 +146,12 @@ def check_backward_blocks() -> None:
     problem = test_tile_lists.problem_of("small_blocks", lens=(3, 150))
     sizes = test_tile_lists.one_block(test_tile_lists.sizes_for(problem))
     problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=plgpu.InterpretGPUParams()))
+
+
+def check_query_rows() -> None:
+    """Check backward kernels whose rows are four heads of each query, over lists in four parts."""
+    problem = test_query_rows.problem_of("4_heads")
+    problem.check(test_query_rows.interpreted_grads_of(problem))
 
 
 def check_score_mod() -> None:

@@ -16,6 +16,7 @@ from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.loader import CpAsyncPipeline
 from pallas_kernels.paged_decode.span import Span
 from pallas_kernels.score_mod import KernelScoreMod
+from pallas_kernels.shared import score
 from pallas_kernels.shared.layouts import ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, TokenRows
 from pallas_kernels.shared.paged_kv import BlockTableRef
@@ -299,6 +300,12 @@ def one_head(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def first_entries_for_all_parts(patch: pytest.MonkeyPatch) -> None:
+    original = backward_scheduler.BackwardWorkTile._part
+    mutated = lambda work_tile, steps: original(work_tile, steps)._replace(entry=steps.entry)
+    patch.setattr(backward_scheduler.BackwardWorkTile, "_part", mutated)
+
+
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
     original = key_tile_lists.encode_tiles
     mutated = lambda some, every, parts=(): original(some, every, tuple(parts)[::-1])
@@ -521,6 +528,16 @@ MUTATIONS = {
             lambda tile: tuple(map(tile.work_tile.position, tile.runs)),
         ),
     ),
+    "backward-rows": Mutation(
+        "rows of a token have different positions",
+        kernels.check_query_rows,
+        lambda patch: patch.setattr(score, "floor_div", lambda position, size: position),
+    ),
+    "backward-part": Mutation(
+        "each part of a list starts with the first entry",
+        kernels.check_query_rows,
+        first_entries_for_all_parts,
+    ),
     "backward-full": Mutation(
         "the partial tiles at both ends are not masked",
         backward,
@@ -598,6 +615,7 @@ MUTATIONS = {
             "queries": queries,
             "per_warp_backward": per_warp_backward,
             "backward_lists": backward_lists,
+            "query_rows": kernels.check_query_rows,
             "score_mod": kernels.check_score_mod,
             "score_mod_gradients": kernels.check_score_mod_gradients,
         }.items()

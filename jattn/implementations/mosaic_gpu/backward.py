@@ -1,5 +1,7 @@
 """Gradients of attention over packed keys with the Mosaic GPU kernel varlen_backward."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -12,6 +14,7 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
     gathers_columns,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
+from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, num_rows_per_token, rows_to_heads
 from jattn.implementations.mosaic_gpu.tile_lists import (
     PackedLens,
     backward_sizes,
@@ -96,14 +99,22 @@ def _call_kernel(
     inputs: RegionInputs, outputs: OutputGradients, interpret: Interpret
 ) -> tuple[Array, Array, Array]:
     """Call varlen_backward once."""
-    query, kv, spec, mask = inputs.query, inputs.kv, inputs.spec, inputs.mask
+    kv, metadata, spec, mask = inputs.kv, inputs.metadata, inputs.spec, inputs.mask
     alibi_slopes, score_mod = inputs.alibi_slopes, inputs.score_mod
-    out, lse, grad_out, grad_lse = outputs
+    is_positional = alibi_slopes is not None or score_mod is not None
     assert isinstance(kv, PackedKV)
-    lens = PackedLens(inputs.metadata.query_start_loc, inputs.metadata.seq_lens, kv.kv_start_loc)
-    score = score_of(spec)
-    mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
-    sizes = backward_sizes(mask, spec, mean_len=mean_len, gpu=architectures.kernel_architecture(query))
+    # ALiBi and score functions depend on the head, which rows do not tell.
+    rows = 1 if mask is None or is_positional else num_rows_per_token(mask, spec)
+    query, out, grad_out = (heads_to_rows(x, rows) for x in (inputs.query, outputs.out, outputs.grad_out))
+    lse, grad_lse = outputs.lse, outputs.grad_lse
+    if grad_lse is not None:  # the gradient of a row without keys may hold NaN
+        grad_lse = heads_to_rows(jnp.where(jnp.isneginf(lse), 0.0, grad_lse).T, rows).T
+    lse = heads_to_rows(lse.T, rows).T
+    lens = PackedLens(metadata.query_start_loc * rows, metadata.seq_lens, kv.kv_start_loc)
+    score = dataclasses.replace(score_of(spec), rows_per_token=rows)
+    mean_len = inputs.query.shape[0] // max(lens.seq_lens.shape[0], 1)
+    gpu = architectures.kernel_architecture(query)
+    sizes = backward_sizes(mask, spec, mean_len=mean_len, rows_per_token=rows, gpu=gpu)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
@@ -114,14 +125,13 @@ def _call_kernel(
     if mask is not None:
         lists, pair_mask = plan_backward_mask(
             mask, spec, lens, schedule,
-            sizes=sizes, num_tokens=query.shape[0], max_seq_len=kv.max_keys_per_row,
-            packs_blocks=alibi_slopes is None and score_mod is None,
+            sizes=sizes, num_rows=query.shape[0], max_seq_len=kv.max_keys_per_row, rows_per_token=rows,
+            packs_blocks=not is_positional,
         )  # fmt: skip
-    if grad_lse is not None:  # the gradient of a row without keys may hold NaN
-        grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
-    return kernel.varlen_backward(
+    dq, dk, dv = kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
         **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
         deterministic=spec.deterministic, sizes=sizes, interpret=interpret, lists=lists, mask=pair_mask,
         score_mod=None if score_mod is None else score_mod.for_kernels(),
     )  # fmt: skip
+    return rows_to_heads(dq, rows), dk, dv

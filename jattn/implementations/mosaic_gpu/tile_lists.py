@@ -1,5 +1,6 @@
 """Masks of a kernel call: the tiles that a mask leaves, and the mask of the pairs in partial tiles."""
 
+import dataclasses
 import functools
 import math
 import operator
@@ -11,6 +12,7 @@ from jaxtyping import Array, UInt
 
 from jattn.implementations.mosaic_gpu.gathered_columns import gathers_columns
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
+from jattn.implementations.mosaic_gpu.query_rows import mask_of_rows
 from jattn.masks import Coverage, KernelTiling, Mask, tile_coverage
 from jattn.masks.base import factors, leaves
 from jattn.masks.in_kernel import Formula
@@ -19,7 +21,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles
-from pallas_kernels.shared import Score
+from pallas_kernels.shared import Score, floor_div
 from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
@@ -40,9 +42,12 @@ from pallas_kernels.varlen_prefill import (
 # MAX_RUN_BLOCKS blocks, because its lists take memory for each block.
 RUN_BLOCK_SIZES = (32, 64)
 MAX_RUN_BLOCKS = 4096
-# Maximum number of listed blocks of queries per request in the dk/dv kernel. Its lists take memory for each
-# pair of a block and 64 keys: 256 MiB for 64k tokens in blocks of 32, with 32 heads.
-MAX_LISTED_QUERY_BLOCKS = 2048
+# Maximum number of parts of a list of queries. With as many parts as query heads per KV head, gradients of
+# keys and values take as much memory as those of queries before they are added up.
+MAX_LIST_SPLITS = 16
+# Maximum memory of the lists of blocks of queries in the dk/dv kernel, which have an entry for each pair of a
+# block and 64 keys: enough for 64k tokens in blocks of 32, with 32 heads.
+MAX_QUERY_LIST_BYTES = 300 * 10**6
 
 
 class MaskBounds(NamedTuple):
@@ -52,11 +57,13 @@ class MaskBounds(NamedTuple):
         max_seq_len: Maximum number of tokens per request; 0 if unknown.
         is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
         is_prefill: Whether the queries are in the prefill region.
+        rows_per_token: Number of consecutive query rows of a token, see query_rows.py.
     """
 
     max_seq_len: int
     is_packed: bool = False
     is_prefill: bool = True
+    rows_per_token: int = 1
 
     def max_kv_tiles(self, tile_kv: int) -> int:
         """Return the maximum number of tiles, or blocks, of `tile_kv` keys per request."""
@@ -147,8 +154,10 @@ def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:
 
 def kernel_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
     """Return the tiles in which a warpgroup of varlen_prefill, or of the dq kernel, evaluates a mask."""
-    num_heads = spec.num_q_heads, spec.num_kv_heads
-    return KernelTiling(num_heads, sizes.warpgroup_rows, keys, *bounds)
+    num_heads = spec.num_q_heads // bounds.rows_per_token, spec.num_kv_heads
+    return KernelTiling(
+        num_heads, sizes.warpgroup_rows, keys, bounds.max_seq_len, bounds.is_packed, bounds.is_prefill
+    )
 
 
 def block_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
@@ -247,7 +256,7 @@ def word_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
 def backward_tiling(
     spec: AttentionSpec,
     sizes: backward.BackwardSizes,
-    max_seq_len: int,
+    bounds: MaskBounds,
     list_block_size: int | None = None,
 ) -> KernelTiling:
     """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask.
@@ -255,35 +264,49 @@ def backward_tiling(
     Args:
         spec: Attention of the layer.
         sizes: Sizes of the kernel.
-        max_seq_len: Maximum number of tokens per request.
+        bounds: Static bounds of the call.
         list_block_size: Queries per listed block, from packed_query_block_size; None lists tiles.
     """
-    num_heads, keys = (spec.num_q_heads, spec.num_kv_heads), prefill.WARPGROUP_ROWS
+    num_heads = spec.num_q_heads // bounds.rows_per_token, spec.num_kv_heads
     queries = sizes.tile_q if list_block_size is None else max(list_block_size, WORD_BITS)
-    tiling = KernelTiling(num_heads, queries, keys, max_seq_len, is_packed=True)
+    tiling = KernelTiling(num_heads, queries, prefill.WARPGROUP_ROWS, bounds.max_seq_len, is_packed=True)
     return tiling._replace(has_key_rows=True, needs_words=list_block_size is not None)
 
 
 def packed_query_block_size(
-    mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_len: int
+    mask: Mask,
+    spec: AttentionSpec,
+    sizes: backward.BackwardSizes,
+    bounds: MaskBounds,
+    *,
+    num_rows: int,
+    num_key_tiles: int,
 ) -> int | None:
     """Return the queries per block of which tiles of the dk/dv kernel hold several.
 
     None if tiles are not larger than blocks, or if not all of the mask can be evaluated as words of bits.
 
     Args:
-        mask: Mask in addition to the spec's window, chunk size and causality.
+        mask: Mask in addition to the spec's window, chunk size and causality, from mask_of_rows.
         spec: Attention of the layer.
         sizes: Sizes of the kernel.
-        max_seq_len: Maximum number of tokens per request.
+        bounds: Static bounds of the call.
+        num_rows: Number of rows of queries of all requests.
+        num_key_tiles: Number of tiles of keys of all requests.
     """
+    num_lists = num_key_tiles * (spec.num_q_heads // bounds.rows_per_token)
     run_size = min(RUN_BLOCK_SIZES) if has_short_runs(mask) else 0
     size = _common_block_size(mask, 0, run_size)
     if not 0 < size < sizes.tile_q:
         return None
     for queries in backward.list_block_sizes(sizes):
-        if size % (2 * queries) and max_seq_len <= queries * MAX_LISTED_QUERY_BLOCKS:
-            tiling = backward_tiling(spec, sizes, max_seq_len, queries)
+        max_list = num_rows // queries
+        if (
+            size % (2 * queries)
+            and max_list <= MAX_TILES
+            and 4 * num_lists * max_list <= MAX_QUERY_LIST_BYTES
+        ):
+            tiling = backward_tiling(spec, sizes, bounds, queries)
             return queries if _has_words(mask, tiling) else None
     return None
 
@@ -341,9 +364,13 @@ def plan_mask(
     lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
     pair_mask = None
     if parts.pairs is not None and list_block_size is not None:
-        pair_mask = word_mask(parts.pairs, block_tiling(spec, sizes, keys, bounds))
+        pair_mask = word_mask(
+            mask_of_rows(parts.pairs, bounds.rows_per_token), block_tiling(spec, sizes, keys, bounds)
+        )
     elif parts.pairs is not None:
-        pair_mask = kernel_mask(parts.pairs, kernel_tiling(spec, sizes, keys, bounds))
+        pair_mask = kernel_mask(
+            mask_of_rows(parts.pairs, bounds.rows_per_token), kernel_tiling(spec, sizes, keys, bounds)
+        )
     return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
 
 
@@ -357,14 +384,15 @@ class PackedLens(NamedTuple):
 
 def why_not_backward_lists(mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes) -> str | None:
     """Return why varlen_backward does not support a mask; None if it does."""
-    reason, dq_sizes = mask.why_no_kernel(backward_tiling(spec, sizes, 0)), sizes.dq_sizes
+    bounds = MaskBounds(0, is_packed=True)
+    reason, dq_sizes = mask.why_no_kernel(backward_tiling(spec, sizes, bounds)), sizes.dq_sizes
     if reason is not None or dq_sizes is None:
         return reason
-    return mask.why_no_kernel(kernel_tiling(spec, dq_sizes, dq_sizes.tile_kv, MaskBounds(0, is_packed=True)))
+    return mask.why_no_kernel(kernel_tiling(spec, dq_sizes, dq_sizes.tile_kv, bounds))
 
 
 def backward_sizes(
-    mask: Mask | None, spec: AttentionSpec, *, mean_len: int, gpu: str = "9.0"
+    mask: Mask | None, spec: AttentionSpec, *, mean_len: int, rows_per_token: int = 1, gpu: str = "9.0"
 ) -> backward.BackwardSizes:
     """Return the sizes of varlen_backward for a layer.
 
@@ -372,18 +400,26 @@ def backward_sizes(
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         spec: Attention of the layer.
         mean_len: Mean number of queries per request.
+        rows_per_token: Number of consecutive query rows of a token, see query_rows.py.
         gpu: Compute capability that the kernels are built for.
     """
     score, deterministic, blocks = score_of(spec), spec.deterministic, None
     if mask is not None and mask.skips_most_tiles:
-        mean_len, blocks = 0, mask_blocks(mask, spec)
+        mean_len, blocks = 0, mask_blocks(mask_of_rows(mask, rows_per_token), spec)
     elif mask is not None and any(factor.has_isolated_slashes for factor in factors(mask)):
         # With columns among the slashes, most tiles are visited anyway, and larger tiles load less.
         size = min(RUN_BLOCK_SIZES)
         blocks = MaskBlocks(queries=(size,), keys=(size,))
-    return backward.default_layer_sizes(
+    sizes = backward.default_layer_sizes(
         spec.head_dim, score, mean_len=mean_len, deterministic=deterministic, blocks=blocks, gpu=gpu
     )
+    # Selections of blocks per token usually include the first block.
+    has_common_keys = rows_per_token > 1 or (
+        mask is not None and any(x.has_common_keys for x in leaves(mask))
+    )
+    if has_common_keys and sizes.dq_sizes is not None:
+        return dataclasses.replace(sizes, list_splits=min(spec.q_heads_per_kv_head, MAX_LIST_SPLITS))
+    return sizes
 
 
 def plan_backward_mask(
@@ -393,8 +429,9 @@ def plan_backward_mask(
     schedule: backward.BackwardSchedule,
     *,
     sizes: backward.BackwardSizes,
-    num_tokens: int,
+    num_rows: int,
     max_seq_len: int,
+    rows_per_token: int = 1,
     packs_blocks: bool = True,
 ) -> tuple[backward.BackwardTileLists, backward.BackwardMask]:
     """Build the tile lists and the pair masks of a call of varlen_backward. Works inside jit.
@@ -404,22 +441,26 @@ def plan_backward_mask(
     Args:
         mask: Mask in addition to the spec's numbers; why_not_backward_lists must be None.
         spec: Attention of the layer.
-        lens: Location of the requests' queries and keys.
+        lens: Location of the rows of the requests' queries, and of the keys.
         schedule: Schedule with the KV tiles.
         sizes: Sizes of the kernel (static).
-        num_tokens: Number of queries including padding (static).
+        num_rows: Number of rows of queries including padding (static).
         max_seq_len: Maximum number of tokens per request (static).
+        rows_per_token: Number of consecutive query rows of a token (static), see query_rows.py.
         packs_blocks: Whether tiles may hold several blocks of the mask (static).
     """
-    mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True)
-    queries = packed_query_block_size(mask, spec, sizes, max_seq_len) if packs_blocks else None
+    mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True, rows_per_token=rows_per_token)
+    kernel_mask_of_rows, queries = mask_of_rows(mask, rows_per_token), None
+    if packs_blocks:
+        queries = packed_query_block_size(
+            kernel_mask_of_rows, spec, sizes, bounds, num_rows=num_rows, num_key_tiles=len(schedule.table)
+        )
     # Query tiles as large as the dk/dv kernel's.
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
     query_sizes = PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
-    score = Score(scale=1.0, causal=spec.causal)  # the query tiles do not depend on it
-    tiles = prefill.make_schedule(
-        *lens, num_tokens=num_tokens, score=score, sizes=query_sizes, has_lists=True
-    )
+    # Apart from the rows per token, the query tiles do not depend on the score.
+    score = Score(scale=1.0, causal=spec.causal, rows_per_token=rows_per_token)
+    tiles = prefill.make_schedule(*lens, num_tokens=num_rows, score=score, sizes=query_sizes, has_lists=True)
     if queries is not None:
         tiles = _split_query_tiles(tiles, sizes.tile_q // queries, queries)
     codes = packed_codes(mask, spec, tiles, query_sizes, bounds, queries)
@@ -428,8 +469,8 @@ def plan_backward_mask(
     lists = backward.make_tile_lists(
         schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes, list_block_size=queries
     )
-    tiling, dq_mask = backward_tiling(spec, sizes, max_seq_len, queries), None
-    dkdv_mask = kernel_mask(mask, tiling) if queries is None else word_mask(mask, tiling)
+    tiling, dq_mask = backward_tiling(spec, sizes, bounds, queries), None
+    dkdv_mask = (kernel_mask if queries is None else word_mask)(kernel_mask_of_rows, tiling)
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
         # Several blocks per tile spill 124 bytes in tiles of 128 keys, for heads of 64, and 264 for heads of
         # 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
@@ -491,14 +532,15 @@ class _QueryTilePositions:
         queries: int | None = None,
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
-        self.first = column["position"] + column["begin"]
-        self.last = column["position"] + column["end"] - 1
+        rows = bounds.rows_per_token  # tiles begin and end with the rows of a token
+        self.first = floor_div(column["position"] + column["begin"], rows)
+        self.last = floor_div(column["position"] + column["end"] - 1, rows)
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
         self._max_kv_tiles = bounds.max_kv_tiles(keys)
         self._spec, self._is_prefill = spec, bounds.is_prefill
-        self._size = queries or sizes.tile_tokens, keys
-        self._pack_gqa = sizes.pack_gqa
+        self._size = max((queries or sizes.tile_tokens) // rows, 1), keys
+        self._pack_gqa = sizes.pack_gqa * rows
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """Return how much of each KV tile is visible to the queries from first to last."""

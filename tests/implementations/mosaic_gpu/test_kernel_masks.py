@@ -39,6 +39,9 @@ class ArrayTile:
         assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
 
+    def look_up_rows(self, ref, index, elements):
+        return jnp.asarray(ref)[index][elements]
+
     def load_columns(self, ref, index, first):
         assert 0 <= int(first) <= ref.shape[-1] - self.shape[1]
         return ref[(*index, slice(int(first), int(first) + self.shape[1]))]

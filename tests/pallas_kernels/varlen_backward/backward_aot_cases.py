@@ -9,7 +9,10 @@ import numpy as np
 
 import jattn
 from jattn import masks
+from jattn.implementations import mosaic_gpu
+from jattn.implementations.mosaic_gpu.query_rows import num_rows_per_token
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from pallas_kernels.architectures import kernel_architecture
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import KERNELS, why_not_backward
@@ -53,7 +56,7 @@ def listed_case(head_dim, mask, *, deterministic=False, sizes=None):
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
         schedule = make_schedule(*lens, **static, num_tokens=8192, **layer_options)
-        bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
+        bounds = {"num_rows": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
         lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, **bounds)
         listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
         return varlen_backward(**arrays, **layer_options, **listed)
@@ -92,7 +95,8 @@ def aot_cases():
     blocks = np.arange(32 * 64 * 256).reshape(32, 64, 256) % 7 == 0
     packed = masks.BlockMask(blocks=blocks, block_q=128, block_kv=32)
     cases |= {"d128-two_kernels-blocks_32": listed_case(128, packed, deterministic=True)}
-    return cases | {f"d{dim}-small_blocks_{size}": small_blocks(dim, size) for dim, size in SMALL_BLOCKS}
+    cases |= {f"d{dim}-small_blocks_{size}": small_blocks(dim, size) for dim, size in SMALL_BLOCKS}
+    return cases | {f"d128-{rows}_rows_per_token": heads_as_rows(rows) for rows in (4, 16)}
 
 
 SMALL_BLOCKS = [(128, 64), (128, 32), (64, 64), (64, 32), (80, 64), (112, 16)]
@@ -106,3 +110,23 @@ def small_blocks(head_dim, size):
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     sizes = backward_sizes(mask, spec, mean_len=0, gpu=kernel_architecture())
     return listed_case(head_dim, mask, sizes=sizes)
+
+
+def heads_as_rows(rows):
+    """Return the gradients under a mask in which each query selects blocks, with `rows` heads as rows."""
+    shape, kv_heads = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), 32 // rows
+    query, key = shape((8192, 32, 128)), shape((8192, kv_heads, 128))
+    lse = jax.ShapeDtypeStruct((32, 8192), jnp.float32)
+    spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=kv_heads, head_dim=128)
+    mask = masks.BlockMask(
+        blocks=np.arange(8192 * 128).reshape(1, 8192, 128) % 7 == 0, block_q=1, block_kv=64
+    )
+    assert num_rows_per_token(mask, spec) == rows
+    metadata = jattn.build_batch_metadata([8192], [8192], None)
+
+    def run(query, key, value, mask, outputs):
+        kv = jattn.PackedKV(k=key, v=value, kv_start_loc=jnp.zeros(1, jnp.int32), is_in_order=True)
+        inputs = RegionInputs(query=query, kv=kv, metadata=metadata, mask=mask, spec=spec)
+        return mosaic_gpu.gradients(inputs, outputs)
+
+    return run, (query, key, key, mask, OutputGradients(query, lse, query, None))

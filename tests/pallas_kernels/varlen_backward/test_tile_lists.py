@@ -112,7 +112,7 @@ def jitted(problem, *, sizes=None, interpret=None):
         head_options = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
         layer_options = {**head_options, "score": setting.score, "sizes": sizes}
         schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **layer_options)
-        bounds = {"num_tokens": tokens, "max_seq_len": max(setting.seq_lens)}
+        bounds = {"num_rows": tokens, "max_seq_len": max(setting.seq_lens)}
         lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         options = {"lists": lists, "mask": pair_mask}
         call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
@@ -130,6 +130,13 @@ def sizes_for(problem):
     (q_heads, kv_heads), head_dim = problem.setting.heads, problem.setting.head_dim
     spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim)
     return backward_sizes(problem.setting.mask, spec, mean_len=100)
+
+
+def listed_queries(mask, spec, sizes, tokens):
+    """Return the queries per listed block of one request."""
+    bounds = MaskBounds(tokens, is_packed=True)
+    counts = {"num_rows": tokens, "num_key_tiles": tokens // 64}
+    return packed_query_block_size(mask, spec, sizes, bounds, **counts)
 
 
 def one_block(sizes):
@@ -195,6 +202,12 @@ class TestContract:
         with assertions.assert_no_races(num_kernels=2):
             problem.check(run())
 
+    @pytest.mark.parametrize("name", [pytest.param("blocks_of_64", marks=pytest.mark.slow), "small_blocks"])
+    def test_parts_of_lists_add_up_to_float64(self, name):
+        problem = problem_of(name, head_dim=128, lens=(3, 200))
+        sizes = dataclasses.replace(one_block(sizes_for(problem)), list_splits=3)
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
     def test_separate_key_and_value_kernels_equal_float64(self, head_dim):
         problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
@@ -223,7 +236,15 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         ("block_q", "block_kv", "dq_teams", "teams"),
-        [(64, 64, 2, 2), (16, 16, 2, 2), (128, 32, 1, 2), (64, 128, 2, 1), (128, 128, 1, 1), (1, 1, 1, 1)],
+        [
+            (64, 64, 2, 2),
+            (16, 16, 2, 2),
+            (128, 32, 1, 2),
+            (64, 128, 2, 1),
+            (32, 128, 2, 2),
+            (128, 128, 1, 1),
+            (1, 1, 1, 1),
+        ],
     )
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_blocks_smaller_than_tiles_get_a_team_per_warpgroup(
@@ -235,31 +256,47 @@ class TestSizes:
         assert (1 if sizes.dq_sizes is None else sizes.dq_sizes.teams, sizes.teams) == (dq_teams, teams)
 
     @pytest.mark.parametrize(
-        ("name", "max_seq_len", "expected"),
+        ("name", "tokens", "expected"),
         [
-            ("blocks_of_16", 32 * 1024, 16),
-            ("blocks_of_16", 64 * 1024, 32),
-            ("small_blocks", 64 * 1024, 32),
-            ("small_blocks", 128 * 1024, None),
+            ("blocks_of_16", 128 * 1024, 16),
+            ("blocks_of_16", 256 * 1024, 32),
+            ("small_blocks", 256 * 1024, 32),
+            ("small_blocks", 512 * 1024, None),
             ("small_blocks_of_documents", 8192, 32),
             ("slashes", 8192, 32),
             ("blocks_of_64", 8192, None),
             ("blocks_of_32", 8192, None),
         ],
     )
-    def test_small_blocks_of_queries_are_listed_if_the_lists_fit(self, name, max_seq_len, expected):
+    def test_small_blocks_of_queries_are_listed_if_the_lists_fit(self, name, tokens, expected):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
         mask = TEAM_MASKS[name]
         sizes = backward_sizes(mask, spec, mean_len=8192)
         assert sizes.teams == 2
-        assert packed_query_block_size(mask, spec, sizes, max_seq_len) == expected
-        assert packed_query_block_size(mask, spec, two_kernels(128), max_seq_len) is None
+        assert listed_queries(mask, spec, sizes, tokens) == expected
+        assert listed_queries(mask, spec, two_kernels(128), tokens) is None
 
     def test_masks_of_single_pairs_list_tiles(self):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
         mask = MASKS["blocks_of_16"] & MASKS["formula"]
         sizes = backward_sizes(mask, spec, mean_len=8192)
-        assert packed_query_block_size(mask, spec, sizes, 8192) is None
+        assert listed_queries(mask, spec, sizes, 8192) is None
+
+    @pytest.mark.parametrize(
+        ("mask", "splits"),
+        [
+            (masks.Sinks(4) | masks.Window(left=99), 4),
+            (masks.BigBird(), 4),
+            (masks.BigBird(global_blocks=0), 1),
+            (masks.Window(left=99), 1),
+            (BLOCKS_OF_64, 1),
+        ],
+    )
+    def test_lists_of_masks_with_common_keys_have_parts(self, mask, splits):
+        spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
+        assert backward_sizes(mask, spec, mean_len=8192).list_splits == splits
+        rows = {"mean_len": 8192, "rows_per_token": 2}
+        assert backward_sizes(BLOCKS_OF_64, spec, **rows).list_splits == 4
 
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
     def test_windows_determine_whether_two_kernels_run(self, changes, has_two):
@@ -353,7 +390,7 @@ def planned_for(sizes, name):
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
     static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": score, "sizes": sizes}
     schedule = make_schedule(*lens, **static, num_tokens=16)
-    bounds = {"num_tokens": 16, "max_seq_len": 16, "sizes": sizes}
+    bounds = {"num_rows": 16, "max_seq_len": 16, "sizes": sizes}
     return plan_backward_mask(MASKS[name], spec, lens, schedule, **bounds)
 
 
@@ -409,6 +446,13 @@ class TestRefusals:
             ValueError, match=r"lists\.dq_lists was built for num_tokens=999, but this call has num_tokens=16"
         ):
             varlen_backward(**plain_arguments(), lists=lists)
+
+    def test_parts_of_lists_need_lists(self):
+        sizes = dataclasses.replace(default_sizes(64, deterministic=True), list_splits=2)
+        with pytest.raises(ValueError, match=r"sizes\.list_splits must be 1 without lists, got 2"):
+            varlen_backward(**plain_arguments(), sizes=sizes)
+        with pytest.raises(ValueError, match="list_splits must be 1 without dq_sizes, got 2"):
+            dataclasses.replace(default_sizes(64), list_splits=2)
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
     def test_lists_determine_which_kernels_run(self, sizes):

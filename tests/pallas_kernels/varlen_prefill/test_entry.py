@@ -431,6 +431,7 @@ class TestRefusals:
             ({"window": (-1, 0)}, r"window's left side must be None or lie in \[0, 1073741824\), got -1"),
             ({"window": (None, 2**31 - 2)}, "window's right side must .*, got 2147483646"),
             ({"chunk_size": 0}, "chunk_size must be None or lie in .1, 134217728., got 0"),
+            ({"rows_per_token": 12}, "rows_per_token must be a power of two, got 12"),
             ({"chunk_size": 2**28 - 1}, "chunk_size must .*, got 268435455"),
         ],
     )

@@ -295,7 +295,7 @@ def test_list_entry_tells_which_query_blocks_see_the_tile():
     assert int(lists.num_valid[0]) == int(schedule.num_valid[0])
 
 
-MADE_FOR = PrefillScheduleKey(8, (True, (None, None), None), PrefillSizes(), None, True, True)
+MADE_FOR = PrefillScheduleKey(8, (True, (None, None), None, 1), PrefillSizes(), None, True, True)
 
 
 def test_sets_of_heads_alternate_between_descending_and_ascending_lists():
