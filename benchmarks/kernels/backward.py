@@ -85,7 +85,10 @@ class Work:
     def rows_per_token(self) -> int:
         """Return the number of query heads that the backward kernel takes as rows of one head."""
         mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
-        return 1 if mask is None else num_rows_per_token(mask, self.spec)
+        if mask is None:
+            return 1
+        lens = self.case.query_lens
+        return num_rows_per_token(mask, self.spec, num_tokens=sum(lens), num_reqs=len(lens))
 
     @property
     def backward_score(self) -> Score:
@@ -189,6 +192,7 @@ class Work:
             *lens,
             kv_tokens=kv_tokens,
             num_tokens=num_rows,
+            has_lists="mask" in arrays,
             kv_heads=kv_heads,
             head_dim=head_dim,
             score=self.backward_score,

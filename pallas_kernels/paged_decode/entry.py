@@ -110,6 +110,7 @@ def paged_decode(
     require_shape("v_cache", v_cache.shape, k_cache.shape, "the shape of k_cache")
     require(decode_query_len > 0, "decode_query_len", "be positive", decode_query_len)
     check_heads(q_heads, kv_heads, sinks=sinks, alibi_slopes=alibi_slopes)
+    require(score.rows_per_token == 1, "score.rows_per_token", "be 1", score.rows_per_token)
     scale_shapes = ((), (kv_heads,), (blocks, kv_heads, block_size))
     check_scale("k_scale", k_scale, scale_shapes)
     check_scale("v_scale", v_scale, (*scale_shapes, (kv_heads, head_dim)))

@@ -34,9 +34,9 @@ class Score:
     nothing must be None: values from 2**30 on raise ValueError.
 
     Attributes:
-        rows_per_token: Number of consecutive query rows of a token, a power of two. If it is not 1, kernels
-            take the queries of several heads of a KV head as rows of one head, and count positions of
-            queries, but not of keys, in rows.
+        rows_per_token: Number of consecutive query rows of a token, a power of two. If it is not 1,
+            varlen_backward takes the queries of several heads of a KV head as rows of one head, and counts
+            positions of queries, but not of keys, in rows.
         mask: Fields that decide which keys a query attends to. Layers with equal values can share a schedule.
     """
 

@@ -3,6 +3,7 @@
 from pallas_kernels.varlen_backward.entry import varlen_backward
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule
 from pallas_kernels.varlen_backward.sizes import (
+    MIN_TEAM_QUERIES,
     BackwardSizes,
     default_layer_sizes,
     default_sizes,

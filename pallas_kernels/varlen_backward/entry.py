@@ -98,7 +98,8 @@ def varlen_backward(
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Number of keys of each request. Its last token is at position `seq_len - 1`.
         kv_start_loc: First key of each request; starts with 0 and ascends.
-        score: Scale, soft cap, causality, window and chunk size. Static.
+        score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
+            query, out, lse and grad_out, and query_start_loc, are rows; seq_lens counts keys.
         grad_lse: Gradient of the log-sum-exp; None for 0.
         alibi_slopes: ALiBi slope of each head.
         score_mod: Score function of varlen_prefill. Static except for its arrays, whose gradients are not
@@ -136,6 +137,9 @@ def varlen_backward(
     require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
     if lists is None and mask is not None:
         raise ValueError("mask requires lists. Build them with make_tile_lists.")
+    if alibi_slopes is not None or score_mod is not None:  # a row does not tell its head
+        rule = "be 1 with ALiBi or a score function"
+        require(score.rows_per_token == 1, "score.rows_per_token", rule, score.rows_per_token)
     named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
     dtypes = {name: array.dtype for name, array in named.items()}
     prebuilt = schedule if lists is None else lists

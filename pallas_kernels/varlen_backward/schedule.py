@@ -71,7 +71,7 @@ class BackwardSchedule(NamedTuple):
         num_valid: Number of key tiles.
         sets: L2 set of each work tile (a key tile and a KV head). Work tiles of a set read the same or
             adjacent queries, which fit in L2 together.
-        order: Work tiles in processing order, each as `tile * kv_heads + kv_head`.
+        order: Work tiles in processing order without lists, each as `tile * kv_heads + kv_head`.
         dq_schedule: Schedule of the dq kernel, or None.
         built_for: Static arguments that the schedule was built for.
     """
@@ -107,6 +107,7 @@ def make_schedule(
     score: Score,
     sizes: BackwardSizes,
     num_tokens: int | None = None,
+    has_lists: bool = False,
 ) -> BackwardSchedule:
     """Build the schedule of a call. The last tiles of a request include the padding before the next request.
 
@@ -120,6 +121,7 @@ def make_schedule(
         score: Mask of the layer, which determines the queries that attend to a key. Static.
         sizes: Tile sizes of the kernel. Static.
         num_tokens: Number of rows of the queries, including padding; required with a dq kernel. Static.
+        has_lists: Whether lists will be built for the schedule, see varlen_prefill.make_schedule. Static.
 
     Raises:
         ValueError: If `sizes` has a dq kernel and num_tokens is None.
@@ -161,13 +163,19 @@ def make_schedule(
     sets = _l2_sets(table, kv_heads, head_dim, sizes)
     lengths = jnp.repeat(table[:, COLUMNS.index("num_query_tiles")], kv_heads)
     order = order_work_tiles(lengths, sets, last_tiles[-1:] * kv_heads)
-    dq_schedule = _dq_schedule((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
+    lens = query_start_loc, seq_lens, kv_start_loc
+    dq_schedule = _dq_schedule(lens, score, sizes, num_tokens, has_lists=has_lists)
     built_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
     return BackwardSchedule(table, last_tiles[-1:], sets, order, dq_schedule, built_for)
 
 
 def _dq_schedule(
-    lens: tuple[jax.Array, jax.Array, jax.Array], score: Score, sizes: BackwardSizes, num_tokens: int | None
+    lens: tuple[jax.Array, jax.Array, jax.Array],
+    score: Score,
+    sizes: BackwardSizes,
+    num_tokens: int | None,
+    *,
+    has_lists: bool,
 ) -> PrefillSchedule | None:
     """Return the schedule of the dq kernel, or None."""
     if sizes.dq_sizes is None:
@@ -176,7 +184,9 @@ def _dq_schedule(
         raise ValueError(
             "sizes.dq_sizes is set, so num_tokens is required. Pass the number of query rows as num_tokens."
         )
-    return make_prefill_schedule(*lens, num_tokens=num_tokens, score=score, sizes=sizes.dq_sizes)
+    return make_prefill_schedule(
+        *lens, num_tokens=num_tokens, score=score, sizes=sizes.dq_sizes, has_lists=has_lists
+    )
 
 
 def _l2_sets(

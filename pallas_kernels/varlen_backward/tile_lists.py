@@ -28,7 +28,7 @@ class BackwardTileLists(NamedTuple):
     """Tile lists of a call, and the processing order of its work tiles.
 
     Attributes:
-        order: Work tiles in processing order, see BackwardSchedule.order.
+        order: Work tiles in processing order, see DkDvScheduleRefs.order.
         entries: One list of query tiles, or blocks of queries, per key tile and query head: partial ones,
             then full ones. Elements after the end of a list are undefined. With a dq kernel and one team,
             bit QUERY_BLOCK_SHIFT + w says whether the query tile attends to the 64 keys of warpgroup w; if

@@ -43,7 +43,9 @@ class QuerySteps(NamedTuple):
 
 
 class BackwardWorkTile:
-    """A tile of keys of one KV head. `work_tile[name]` is the value of a column of the schedule's table.
+    """A tile of keys of one KV head, and a part of its lists.
+
+    `work_tile[name]` is the value of a column of the schedule's table.
 
     Attributes:
         row: Row of the tile in the schedule's table.

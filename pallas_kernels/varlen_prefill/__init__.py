@@ -18,7 +18,13 @@ from pallas_kernels.varlen_prefill.mask_policies import (
     SlashWords,
     WindowWords,
 )
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, key_range, make_schedule
+from pallas_kernels.varlen_prefill.schedule import (
+    COLUMNS,
+    PrefillSchedule,
+    key_range,
+    make_schedule,
+    max_tiles,
+)
 from pallas_kernels.varlen_prefill.sizes import (
     PACK_GQA_CHOICES,
     SHARED_MEMORY,

@@ -144,6 +144,7 @@ def varlen_prefill(
         blocks, block_size, kv_heads, _ = cache_dims(key, is_hnd=is_hnd)
         max_kv = block_table.shape[1] * block_size
     check_heads(q_heads, kv_heads, sinks=sinks, alibi_slopes=alibi_slopes)
+    require(score.rows_per_token == 1, "score.rows_per_token", "be 1", score.rows_per_token)
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
     require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")

@@ -25,8 +25,9 @@ from pallas_kernels.varlen_prefill.kernel_mask import (
 
 HALF = WORD_BITS // 2
 MAX_COLUMN_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
-# Number of row blocks per tile up to which all rows read the words of all; else each row looks up its word.
-# Gradients of blocks of 16 x 16, five per tile, take 0.89 times as long with lookups (backward-word-lookups).
+# Number of row blocks per tile up to which each word is read once for all rows; else each row looks up its
+# own. With lookups, gradients of blocks of 16 x 16, five per tile, take 0.89 times as long
+# (backward-word-lookups); prefill was not timed.
 MAX_UNIFORM_ROW_BLOCKS = 2
 ALL_COLUMNS = 2**28  # size of a block that holds all columns
 
@@ -295,7 +296,7 @@ class BlockBits(KernelMask):
         line = jnp.minimum(req, reqs - 1), head, jnp.minimum(_quotient(begin, HALF), num_words - 1)
 
         def word(row_block: Any) -> Any:
-            """Return the word of a row block, or of each row's."""
+            """Return the word of a row block or, for one row block per row, a word per row."""
             is_inside = (row_block >= 0) & (row_block < row_blocks)
             row_block = jnp.clip(row_block, 0, row_blocks - 1)
             stored = (

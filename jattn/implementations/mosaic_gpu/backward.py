@@ -103,8 +103,9 @@ def _call_kernel(
     alibi_slopes, score_mod = inputs.alibi_slopes, inputs.score_mod
     is_positional = alibi_slopes is not None or score_mod is not None
     assert isinstance(kv, PackedKV)
-    # ALiBi and score functions depend on the head, which rows do not tell.
-    rows = 1 if mask is None or is_positional else num_rows_per_token(mask, spec)
+    rows, (num_reqs,) = 1, metadata.seq_lens.shape
+    if mask is not None and not is_positional:  # a row does not tell its head
+        rows = num_rows_per_token(mask, spec, num_tokens=inputs.query.shape[0], num_reqs=num_reqs)
     query, out, grad_out = (heads_to_rows(x, rows) for x in (inputs.query, outputs.out, outputs.grad_out))
     lse, grad_lse = outputs.lse, outputs.grad_lse
     if grad_lse is not None:  # the gradient of a row without keys may hold NaN
@@ -112,13 +113,13 @@ def _call_kernel(
     lse = heads_to_rows(lse.T, rows).T
     lens = PackedLens(metadata.query_start_loc * rows, metadata.seq_lens, kv.kv_start_loc)
     score = dataclasses.replace(score_of(spec), rows_per_token=rows)
-    mean_len = inputs.query.shape[0] // max(lens.seq_lens.shape[0], 1)
+    mean_len = inputs.query.shape[0] // max(num_reqs, 1)
     gpu = architectures.kernel_architecture(query)
     sizes = backward_sizes(mask, spec, mean_len=mean_len, rows_per_token=rows, gpu=gpu)
     kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
-        num_tokens=query.shape[0],
+        num_tokens=query.shape[0], has_lists=mask is not None,
     )  # fmt: skip
     lists: kernel.BackwardTileLists | None = None
     pair_mask: kernel.BackwardMask | None = None

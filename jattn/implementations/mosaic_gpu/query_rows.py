@@ -1,4 +1,4 @@
-"""Rows of queries: heads of a KV head that share a mask, as rows of one head.
+"""Query heads that share a mask of blocks, as rows of one head.
 
 A tile of varlen_backward has 64 rows of queries and visits the keys that any of them attends to: if the mask
 differs from token to token, as in native sparse attention, 64 tokens attend to most keys. So the queries of
@@ -17,19 +17,24 @@ from jattn.masks import BlockMask, Mask
 from jattn.masks.base import factors
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
+from pallas_kernels.list_tiles import MAX_TILES
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
-from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES
+from pallas_kernels.varlen_backward import MIN_TEAM_QUERIES
+from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, max_tiles
 
 
-def num_rows_per_token(mask: Mask, spec: AttentionSpec) -> int:
+def num_rows_per_token(mask: Mask, spec: AttentionSpec, *, num_tokens: int, num_reqs: int) -> int:
     """Return how many query heads of a KV head, which share a mask, to take as rows of one head.
 
-    There are as many as rows of a block of queries fit in a tile; 1 for masks that are not of blocks, or of
-    blocks of so few keys that queries attend to a part of most tiles.
+    It is the largest power of two with which the rows of a block of queries fit in a tile. It is 1 for masks
+    that are not of blocks, for blocks of so few keys that queries attend to a part of most tiles, and for
+    fewer rows per block than make a difference.
 
     Args:
         mask: Mask in addition to the spec's window, chunk size and causality.
         spec: Attention of the layer.
+        num_tokens: Number of queries of all requests, including padding.
+        num_reqs: Number of requests.
     """
     blocks = [factor for factor in factors(mask) if isinstance(factor, BlockMask)]
     block_sizes = [block.block_q for block in blocks if block.block_q is not None]
@@ -42,9 +47,10 @@ def num_rows_per_token(mask: Mask, spec: AttentionSpec) -> int:
         2 * rows * min(block_sizes) <= WARPGROUP_ROWS
         and spec.q_heads_per_kv_head % (2 * rows) == 0
         and mask.is_equal_within_groups((q_heads, q_heads // (2 * rows)))
+        and max_tiles(num_tokens * 2 * rows, num_reqs, WARPGROUP_ROWS) <= MAX_TILES
     ):
         rows *= 2
-    return rows
+    return rows if rows * min(block_sizes) >= MIN_TEAM_QUERIES else 1
 
 
 def mask_of_rows(mask: Mask, rows_per_token: int) -> Mask:

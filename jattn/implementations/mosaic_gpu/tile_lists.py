@@ -279,7 +279,7 @@ def packed_query_block_size(
     sizes: backward.BackwardSizes,
     bounds: MaskBounds,
     *,
-    num_rows: int,
+    num_query_tiles: int,
     num_key_tiles: int,
 ) -> int | None:
     """Return the queries per block of which tiles of the dk/dv kernel hold several.
@@ -291,7 +291,7 @@ def packed_query_block_size(
         spec: Attention of the layer.
         sizes: Sizes of the kernel.
         bounds: Static bounds of the call.
-        num_rows: Number of rows of queries of all requests.
+        num_query_tiles: Number of tiles of queries of all requests.
         num_key_tiles: Number of tiles of keys of all requests.
     """
     num_lists = num_key_tiles * (spec.num_q_heads // bounds.rows_per_token)
@@ -300,7 +300,7 @@ def packed_query_block_size(
     if not 0 < size < sizes.tile_q:
         return None
     for queries in backward.list_block_sizes(sizes):
-        max_list = num_rows // queries
+        max_list = num_query_tiles * (sizes.tile_q // queries)
         if (
             size % (2 * queries)
             and max_list <= MAX_TILES
@@ -450,17 +450,16 @@ def plan_backward_mask(
         packs_blocks: Whether tiles may hold several blocks of the mask (static).
     """
     mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True, rows_per_token=rows_per_token)
-    kernel_mask_of_rows, queries = mask_of_rows(mask, rows_per_token), None
-    if packs_blocks:
-        queries = packed_query_block_size(
-            kernel_mask_of_rows, spec, sizes, bounds, num_rows=num_rows, num_key_tiles=len(schedule.table)
-        )
-    # Query tiles as large as the dk/dv kernel's.
+    row_mask = mask_of_rows(mask, rows_per_token)
+    # Query tiles as large as the dk/dv kernel's, which do not depend on the score but on its rows per token.
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
     query_sizes = PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
-    # Apart from the rows per token, the query tiles do not depend on the score.
     score = Score(scale=1.0, causal=spec.causal, rows_per_token=rows_per_token)
     tiles = prefill.make_schedule(*lens, num_tokens=num_rows, score=score, sizes=query_sizes, has_lists=True)
+    queries = None
+    if packs_blocks:
+        counts = {"num_query_tiles": len(tiles.table), "num_key_tiles": len(schedule.table)}
+        queries = packed_query_block_size(row_mask, spec, sizes, bounds, **counts)
     if queries is not None:
         tiles = _split_query_tiles(tiles, sizes.tile_q // queries, queries)
     codes = packed_codes(mask, spec, tiles, query_sizes, bounds, queries)
@@ -470,7 +469,7 @@ def plan_backward_mask(
         schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes, list_block_size=queries
     )
     tiling, dq_mask = backward_tiling(spec, sizes, bounds, queries), None
-    dkdv_mask = (kernel_mask if queries is None else word_mask)(kernel_mask_of_rows, tiling)
+    dkdv_mask = (kernel_mask if queries is None else word_mask)(row_mask, tiling)
     if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
         # Several blocks per tile spill 124 bytes in tiles of 128 keys, for heads of 64, and 264 for heads of
         # 256. Four blocks of 16 keys spill 168 bytes for heads of 128, so blocks of 32 are listed.
@@ -532,14 +531,14 @@ class _QueryTilePositions:
         queries: int | None = None,
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
-        rows = bounds.rows_per_token  # tiles begin and end with the rows of a token
+        rows = bounds.rows_per_token  # tiles and listed blocks hold all rows of a token
         self.first = floor_div(column["position"] + column["begin"], rows)
         self.last = floor_div(column["position"] + column["end"] - 1, rows)
         self._rows, self._seq_lens = column["req"], column["seq_len"]
         self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
         self._max_kv_tiles = bounds.max_kv_tiles(keys)
         self._spec, self._is_prefill = spec, bounds.is_prefill
-        self._size = max((queries or sizes.tile_tokens) // rows, 1), keys
+        self._size = (queries or sizes.tile_tokens) // rows, keys
         self._pack_gqa = sizes.pack_gqa * rows
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:

@@ -34,7 +34,7 @@ CASES = {
     "16_heads": ((32, 2), selected(2, 1, 64), 16),
     "8_heads": ((8, 1), selected(1, 1, 32), 8),
     "4_heads": ((8, 2), selected(2, 1, 64), 4),
-    "2_heads": ((4, 2), selected(2, 1, 16), 2),
+    "2_heads": ((4, 2), selected(2, 2, 16), 2),
     "64_heads": ((64, 1), selected(1, 1, 32), 64),
     "blocks_of_32": ((8, 2), selected(1, 32, 32), 2),
     "blocks_of_4": ((16, 1), selected(1, 4, 64), 16),
@@ -50,6 +50,11 @@ def problem_of(name, *, head_dim=128, query_lens=LENS, **changes):
         has_grad_lse=True,
     )  # fmt: skip
     return BackwardProblem(setting)
+
+
+def rows_per_token(mask, q_heads, kv_heads, *, num_tokens=8192, num_reqs=1):
+    spec = spec_of_heads(q_heads, kv_heads)
+    return num_rows_per_token(mask, spec, num_tokens=num_tokens, num_reqs=num_reqs)
 
 
 def spec_of_heads(q_heads, kv_heads):
@@ -84,12 +89,31 @@ def grads_of(problem, interpret=None):
 
 def test_heads_that_share_a_mask_are_rows_as_long_as_blocks_fit_in_a_tile():
     for heads, mask, expected in CASES.values():
-        assert num_rows_per_token(mask, spec_of_heads(*heads)) == expected
-    assert num_rows_per_token(selected(2, 64, 64), spec_of_heads(8, 2)) == 1
-    assert num_rows_per_token(selected(8, 1, 64), spec_of_heads(8, 2)) == 1  # each head has its own blocks
-    assert num_rows_per_token(selected(1, 1, 64), spec_of_heads(24, 8)) == 1  # no power of two
-    assert num_rows_per_token(selected(1, 1, 1), spec_of_heads(8, 2)) == 1  # single keys
-    assert num_rows_per_token(selected(1, 1, 64) & masks.Window(left=9), spec_of_heads(8, 2)) == 1
+        assert rows_per_token(mask, *heads) == expected
+    assert rows_per_token(selected(2, 64, 64), 8, 2) == 1
+    assert rows_per_token(selected(8, 1, 64), 8, 2) == 1  # each head has its own blocks
+    assert rows_per_token(selected(1, 1, 64), 24, 8) == 1  # no power of two
+    assert rows_per_token(selected(1, 1, 64), 8, 4) == 1  # a tile would have 32 tokens
+    assert rows_per_token(selected(1, 1, 1), 8, 2) == 1  # single keys
+    assert rows_per_token(selected(1, 1, 64) & masks.Window(left=9), 8, 2) == 1
+
+
+@pytest.mark.parametrize(("tokens", "reqs", "rows"), [(65_000, 1, 64), (65_536, 1, 32), (65_000, 640, 32)])
+def test_rows_of_a_batch_fit_in_lists_of_tiles(tokens, reqs, rows):
+    assert rows_per_token(selected(1, 1, 64), 64, 1, num_tokens=tokens, num_reqs=reqs) == rows
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((64, tokens), jnp.float32)
+    metadata = jattn.build_batch_metadata([tokens // reqs] * reqs, [tokens // reqs] * reqs, None)
+    spec, mask = spec_of_heads(64, 1), selected(1, 1, 64, reqs=1, tokens=tokens)
+
+    def run(query, key, outputs):
+        kv = jattn.PackedKV(k=key, v=key, kv_start_loc=metadata.query_start_loc[:-1], is_in_order=True)
+        inputs = RegionInputs(query=query, kv=kv, metadata=metadata, mask=mask, spec=spec)
+        return mosaic_gpu.gradients(inputs, outputs)
+
+    query = array(tokens, 64, 128)
+    dq, _, _ = jax.eval_shape(run, query, array(tokens, 1, 128), OutputGradients(query, lse, query, None))
+    assert dq.shape == query.shape
 
 
 def test_rows_of_a_token_are_consecutive_heads():

@@ -485,6 +485,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match="at most 10 query heads per KV head, got 11"):
             paged_decode(*args, **kwargs, **options)
 
+    def test_heads_as_rows_are_refused(self):
+        args, kwargs = random_step([5, 6], 2, 2, 64, 16, rows_per_token=2)
+        with pytest.raises(ValueError, match=r"score\.rows_per_token must be 1, got 2"):
+            paged_decode(*args, **kwargs)
+
     def test_wrong_shapes_are_refused(self):
         args, kwargs = random_step([5, 6], 2, 2, 64, 16)
         with pytest.raises(ValueError, match=r"query must have shape \(6, 2, 64\).*got \(2, 2, 64\)"):

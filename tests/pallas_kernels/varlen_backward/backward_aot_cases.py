@@ -55,7 +55,7 @@ def listed_case(head_dim, mask, *, deterministic=False, sizes=None):
 
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
-        schedule = make_schedule(*lens, **static, num_tokens=8192, **layer_options)
+        schedule = make_schedule(*lens, **static, num_tokens=8192, has_lists=True, **layer_options)
         bounds = {"num_rows": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
         lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, **bounds)
         listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
@@ -121,7 +121,7 @@ def heads_as_rows(rows):
     mask = masks.BlockMask(
         blocks=np.arange(8192 * 128).reshape(1, 8192, 128) % 7 == 0, block_q=1, block_kv=64
     )
-    assert num_rows_per_token(mask, spec) == rows
+    assert num_rows_per_token(mask, spec, num_tokens=8192, num_reqs=1) == rows
     metadata = jattn.build_batch_metadata([8192], [8192], None)
 
     def run(query, key, value, mask, outputs):

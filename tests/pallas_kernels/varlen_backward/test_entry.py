@@ -333,6 +333,10 @@ class TestRefusals:
             ({"query_start_loc": jnp.zeros(3, jnp.int32)}, r"query_start_loc must have .* got \(3,\)"),
             ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, r"kv_start_loc must have .* got \(2,\)"),
             ({"alibi_slopes": jnp.zeros(3)}, r"alibi_slopes must have .* got \(3,\)"),
+            (
+                {"alibi_slopes": jnp.zeros(4), "score": Score(scale=1.0, rows_per_token=2)},
+                "score.rows_per_token must be 1 with ALiBi or a score function, got 2",
+            ),
         ],
     )
     def test_inconsistent_shapes_are_rejected(self, types_unchecked, changes, message):

@@ -111,7 +111,9 @@ def jitted(problem, *, sizes=None, interpret=None):
         tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
         head_options = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
         layer_options = {**head_options, "score": setting.score, "sizes": sizes}
-        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **layer_options)
+        schedule = make_schedule(
+            *lens, kv_tokens=kv_tokens, num_tokens=tokens, has_lists=True, **layer_options
+        )
         bounds = {"num_rows": tokens, "max_seq_len": max(setting.seq_lens)}
         lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         options = {"lists": lists, "mask": pair_mask}
@@ -135,7 +137,7 @@ def sizes_for(problem):
 def listed_queries(mask, spec, sizes, tokens):
     """Return the queries per listed block of one request."""
     bounds = MaskBounds(tokens, is_packed=True)
-    counts = {"num_rows": tokens, "num_key_tiles": tokens // 64}
+    counts = {"num_query_tiles": tokens // 64, "num_key_tiles": tokens // 64}
     return packed_query_block_size(mask, spec, sizes, bounds, **counts)
 
 

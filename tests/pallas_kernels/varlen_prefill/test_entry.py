@@ -403,6 +403,11 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=r"varlen_prefill: .*head_dim=72"):
             packed([8], [8], x, x, x, score=Score(scale=1.0))
 
+    def test_heads_as_rows_are_rejected(self):
+        x = jnp.zeros((8, 1, 64), jnp.bfloat16)
+        with pytest.raises(ValueError, match=r"score\.rows_per_token must be 1, got 2"):
+            packed([8], [8], x, x, x, score=Score(scale=1.0, rows_per_token=2))
+
     def test_keys_must_be_packed_or_paged(self):
         x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
         with pytest.raises(
