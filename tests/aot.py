@@ -20,6 +20,8 @@ import pytest
 from pallas_kernels import architectures
 
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
+# Tasks that need only XLA's program around the kernels, and therefore empty kernels, which compile quickly.
+TASKS_OF_EMPTY_KERNELS = ("compile_empty", "count", "partition", "slices", "copies", "beforehand")
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -105,9 +107,12 @@ def compile_all(module: str, names: list[str], gpu: str = "9.0") -> dict[str, li
     return {name: kernels_in(text) for name, text in reports(module, names, gpu).items()}
 
 
-def reports(module: str, names: list[str], gpu: str = "9.0") -> dict[str, str]:
-    """Return ptxas's report of each `module.aot_cases()[name]`, compiled as `compile_all` does."""
-    return _run_alone("compile", module, names, gpu=gpu)
+def reports(module: str, names: list[str], gpu: str = "9.0", *, is_empty: bool = False) -> dict[str, str]:
+    """Return ptxas's report of each `module.aot_cases()[name]`, compiled as `compile_all` does.
+
+    With `is_empty`, the kernels have no instructions, which is enough to count them.
+    """
+    return _run_alone("compile_empty" if is_empty else "compile", module, names, gpu=gpu)
 
 
 def apart_reports(module: str, names: list[str]) -> dict[str, str]:
@@ -165,7 +170,8 @@ def _run_alone(task: str, module: str, names: list[str], gpu: str = "9.0", **mor
     """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
     folder = plugin_folder()
     assert folder is not None
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # otherwise XLA compiles its own kernels twice
         "PATH": compiler_path(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH")])),
         "JAX_PLATFORMS": "cpu",
@@ -248,6 +254,20 @@ def partition(mesh, function, arguments, cut) -> None:
     print(calls, *(name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text))
 
 
+def empty_kernels() -> None:
+    """Remove the instructions of all Pallas kernels that are lowered from now on."""
+    from jax._src.pallas.mosaic_gpu import lowering
+    from jax.extend import core
+
+    lower = lowering.lower_jaxpr_to_module
+
+    def lower_empty(*args, **options):
+        args = [x.replace(eqns=[]) if isinstance(x, core.Jaxpr) else x for x in args]
+        return lower(*args, **options)
+
+    lowering.lower_jaxpr_to_module = lower_empty
+
+
 def main(task: str, gpu: str, module: str, names: list[str]) -> None:
     """Compile or lower each case and print its report; runs in the subprocess that _run_alone starts."""
     import jax
@@ -264,6 +284,8 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
     # Mosaic GPU asks the local device for both, and this process has none.
     utils._infer_arch = lambda: tuple(map(int, gpu.split(".")))
     core._SMEM_SIZE_BOUND = architectures.ARCHITECTURES[gpu].smem_bytes
+    if task in TASKS_OF_EMPTY_KERNELS:
+        empty_kernels()
     with architectures.target(gpu):
         cases = importlib.import_module(module).aot_cases()
     for name in names:
@@ -294,7 +316,7 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
             compile_kernels([lowered, lowered])
             print("compiled beforehand", flush=True)
             lowered.compile()
-        if task == "compile":
+        if task in ("compile", "compile_empty"):
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))
             assert memory.alias_size_in_bytes >= num_bytes, f"{name}: {memory} of {num_bytes} donated bytes"
