@@ -22,6 +22,9 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # Keep compiled bytecode whatever the caller's environment says: many processes import jax and the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Threads of OpenBLAS wait for work actively, and the tests' products are small.
+test test-kernels test-all: export OPENBLAS_NUM_THREADS = 1
+
 .PHONY: demo test test-kernels test-all test-wheel test-gpu bench test-latest lint docs clean help
 .DEFAULT_GOAL := help
 

@@ -1,4 +1,4 @@
-"""The page on training states which pass runs on a kernel; each row of its table is run as on a GPU."""
+"""The page on training states which pass runs on a kernel; each row of its table is traced as on a GPU."""
 
 import pathlib
 import re
@@ -7,6 +7,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
@@ -37,6 +38,17 @@ def options_of(code, arguments):
     return eval(f"dict({code.replace(chr(92), '')})", NAMES | arguments)
 
 
+@pytest.fixture
+def empty_kernels(monkeypatch):
+    """Make kernels without instructions, because tracing them takes most of the time."""
+    kernel = plgpu.kernel
+    monkeypatch.setattr(plgpu, "kernel", lambda body, *args, **options: kernel(do_nothing, *args, **options))
+
+
+def do_nothing(*refs, **scratch):
+    """Return at once: the body of a kernel."""
+
+
 def test_support_table_is_parsed():
     assert len(ROWS) >= 20
     assert {(forward, backward) for *_, forward, backward in ROWS} == {
@@ -46,6 +58,7 @@ def test_support_table_is_parsed():
     }
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(("code", "trained", "forward", "backward"), ROWS, ids=lambda text: text[:60])
 def test_row_names_the_implementations_that_are_used(code, trained, forward, backward):
     def loss(trained, fixed):
