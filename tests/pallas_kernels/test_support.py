@@ -297,7 +297,7 @@ class TestSchedulesBuiltForOtherCalls:
         with pytest.raises(ValueError, match="schedule was built for keys_per_unit=2048, but this call has"):
             run(schedule=make(lens, sizes=DecodeSizes(split_kv=2048)))
         with pytest.raises(
-            ValueError, match=r"built for mask=.*\(5, None\).*, but this call has mask=.*None\), None\)"
+            ValueError, match=r"built for mask=.*\(5, None\).*, but this call has mask=.*None\), None, 1\)"
         ):
             run(schedule=make(lens, score=Score(scale=0.1, window=(5, None))))
         with pytest.raises(

@@ -18,9 +18,8 @@ from jattn.masks.base import factors
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_TILES
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.varlen_backward import MIN_TEAM_QUERIES
-from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, max_tiles
+from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, WARPGROUP_ROWS, max_tiles
 
 
 def num_rows_per_token(mask: Mask, spec: AttentionSpec, *, num_tokens: int, num_reqs: int) -> int:
