@@ -93,7 +93,7 @@ class Mask(abc.ABC):
 
     @property
     def has_common_keys(self) -> bool:
-        """Whether queries all over a request attend to the same few keys, as to its first ones."""
+        """Return whether queries all over a request attend to the same few keys, such as its first ones."""
         return False
 
     def key_range(self, query: Any) -> tuple[Any | None, Any | None] | None:

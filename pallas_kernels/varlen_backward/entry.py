@@ -317,7 +317,7 @@ def check_dq(
 
 
 def _sum_splits(grads: Array, splits: int) -> Array:
-    """Return the sum of the gradients of the parts of lists."""
+    """Return the sum over the splits of lists of the gradients of each KV head."""
     by_split = grads.reshape(grads.shape[0], -1, splits, *grads.shape[2:])
     return by_split.sum(axis=2, dtype=jnp.float32).astype(grads.dtype)
 

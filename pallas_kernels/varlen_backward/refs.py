@@ -72,7 +72,7 @@ class DkDvOutputs(NamedTuple):
 
     Attributes:
         dk: Gradient of the keys [kv_tokens, grad_heads, ...], otherwise like the keys; or None. There is one
-            head for each KV head and part of its lists.
+            head for each KV head and split of its lists.
         dv: Gradient of the values, like `dk`, or None.
     """
 

@@ -37,8 +37,8 @@ class BackwardSizes:
             per_warp_mma. With 1, a thread block computes half of a work tile.
         teams: Teams that the warpgroups of the dk/dv kernel form: 1, or 2 with dq_sizes. With 2, each
             warpgroup has its own work tiles of 64 keys, and `stages` of its own.
-        list_splits: Number of parts of each list of queries; more than 1 requires dq_sizes and tile lists.
-            Each part is a work tile, and their gradients are added up afterwards, so that all thread blocks
+        list_splits: Number of splits of each list of queries; more than 1 requires dq_sizes and tile lists.
+            Each split is a work tile, and their gradients are added up afterwards, so that all thread blocks
             are busy even if most queries attend to the same few keys.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
             next one when it is done: on an H200, a persistent grid was 11 % slower at 8 x 2k and

@@ -84,7 +84,7 @@ class BackwardSpec:
 
     @property
     def grad_heads(self) -> int:
-        """Number of heads of the outputs: one per KV head and part of its lists."""
+        """Number of heads of the outputs: one per KV head and split of its lists."""
         return self.kv_heads * self.sizes.list_splits
 
     @property

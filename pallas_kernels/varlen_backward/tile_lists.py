@@ -105,7 +105,7 @@ def make_tile_lists(
     num_steps = -(-(listed.num_partial + listed.num_full) // (sizes.tile_q // num_queries))
     lengths = num_steps.reshape(tiles * kv_heads, -1).sum(axis=1).astype(jnp.int32)
     order, splits = order_work_tiles(lengths, schedule.sets, schedule.num_valid * kv_heads), sizes.list_splits
-    if splits > 1:  # the parts of a list, which have equal lengths, are adjacent
+    if splits > 1:  # the splits of a list, which have equal lengths, are adjacent
         order = (order[:, None] * splits + jnp.arange(splits, dtype=jnp.int32)[None, :]).reshape(-1)
     built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
     return BackwardTileLists(order, *listed, dq_lists=None, built_for=built_for)

@@ -43,7 +43,7 @@ class QuerySteps(NamedTuple):
 
 
 class BackwardWorkTile:
-    """A tile of keys of one KV head, and a part of its lists.
+    """A tile of keys of one KV head, and one split of its lists.
 
     `work_tile[name]` is the value of a column of the schedule's table.
 
@@ -51,7 +51,7 @@ class BackwardWorkTile:
         row: Row of the tile in the schedule's table.
         grad_head: Index of the work tile's gradients among the heads of the outputs.
         kv_head: KV head.
-        split: Index of the part of the lists that the work tile visits.
+        split: Index of the split of the lists that the work tile visits; None if they are not split.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class BackwardWorkTile:
             return lists.entries[list_row, i]
 
         if runs == 1:
-            return self._part(QuerySteps(num_partial, num_entries, entry))
+            return self._steps_of_split(QuerySteps(num_partial, num_entries, entry))
         # The first tile has a mask in any case, so it is the one that lacks entries.
         num_missing = (0 - num_entries) & (runs - 1)
         num_masked, num_steps = (
             lax.div(num + num_missing + (runs - 1), jnp.int32(runs)) for num in (num_partial, num_entries)
         )
-        return self._part(QuerySteps(num_masked, num_steps, entry, num_missing, runs))
+        return self._steps_of_split(QuerySteps(num_masked, num_steps, entry, num_missing, runs))
 
-    def _part(self, steps: QuerySteps) -> QuerySteps:
-        """Return the work tile's part of the steps of a list."""
+    def _steps_of_split(self, steps: QuerySteps) -> QuerySteps:
+        """Return the steps of a list that belong to the work tile's split."""
         if self.split is None:
             return steps
         splits = jnp.int32(self.spec.sizes.list_splits)

@@ -300,10 +300,10 @@ def one_head(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def first_entries_for_all_parts(patch: pytest.MonkeyPatch) -> None:
-    original = backward_scheduler.BackwardWorkTile._part
+def first_entries_for_all_splits(patch: pytest.MonkeyPatch) -> None:
+    original = backward_scheduler.BackwardWorkTile._steps_of_split
     mutated = lambda work_tile, steps: original(work_tile, steps)._replace(entry=steps.entry)
-    patch.setattr(backward_scheduler.BackwardWorkTile, "_part", mutated)
+    patch.setattr(backward_scheduler.BackwardWorkTile, "_steps_of_split", mutated)
 
 
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
@@ -533,10 +533,10 @@ MUTATIONS = {
         kernels.check_query_rows,
         lambda patch: patch.setattr(score, "floor_div", lambda position, size: position),
     ),
-    "backward-part": Mutation(
-        "each part of a list starts with the first entry",
+    "backward-split": Mutation(
+        "each split of a list starts with the first entry",
         kernels.check_query_rows,
-        first_entries_for_all_parts,
+        first_entries_for_all_splits,
     ),
     "backward-full": Mutation(
         "the partial tiles at both ends are not masked",

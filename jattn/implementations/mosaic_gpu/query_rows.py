@@ -41,15 +41,21 @@ def num_rows_per_token(mask: Mask, spec: AttentionSpec, *, num_tokens: int, num_
         return 1
     if min(block.block_kv for block in blocks) < min(LIST_BLOCK_SIZES):
         return 1
-    q_heads, rows = spec.num_q_heads, 1
+    rows = 1
     while (
         2 * rows * min(block_sizes) <= WARPGROUP_ROWS
-        and spec.q_heads_per_kv_head % (2 * rows) == 0
-        and mask.is_equal_within_groups((q_heads, q_heads // (2 * rows)))
+        and share_mask(mask, spec, 2 * rows)
         and max_tiles(num_tokens * 2 * rows, num_reqs, WARPGROUP_ROWS) <= MAX_TILES
     ):
         rows *= 2
     return rows if rows * min(block_sizes) >= MIN_TEAM_QUERIES else 1
+
+
+def share_mask(mask: Mask, spec: AttentionSpec, num_heads: int) -> bool:
+    """Return whether every `num_heads` consecutive query heads belong to one KV head and share a mask."""
+    q_heads = spec.num_q_heads
+    is_in_group = spec.q_heads_per_kv_head % num_heads == 0
+    return is_in_group and mask.is_equal_within_groups((q_heads, q_heads // num_heads))
 
 
 def mask_of_rows(mask: Mask, rows_per_token: int) -> Mask:

@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt
 
 from jattn.implementations.mosaic_gpu.gathered_columns import gathers_columns
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
-from jattn.implementations.mosaic_gpu.query_rows import mask_of_rows
+from jattn.implementations.mosaic_gpu.query_rows import mask_of_rows, share_mask
 from jattn.masks import Coverage, KernelTiling, Mask, tile_coverage
 from jattn.masks.base import factors, leaves
 from jattn.masks.in_kernel import Formula
@@ -42,7 +42,7 @@ from pallas_kernels.varlen_prefill import (
 # MAX_RUN_BLOCKS blocks, because its lists take memory for each block.
 RUN_BLOCK_SIZES = (32, 64)
 MAX_RUN_BLOCKS = 4096
-# Maximum number of parts of a list of queries. With as many parts as query heads per KV head, gradients of
+# Maximum number of splits of a list of queries. With as many splits as query heads per KV head, gradients of
 # keys and values take as much memory as those of queries before they are added up.
 MAX_LIST_SPLITS = 16
 # Maximum memory of the lists of blocks of queries in the dk/dv kernel, which have an entry for each pair of a
@@ -144,12 +144,7 @@ def mask_blocks(mask: Mask, spec: AttentionSpec) -> MaskBlocks:
 
 def heads_with_equal_masks(mask: Mask, spec: AttentionSpec) -> int:
     """Return how many consecutive query heads of a KV head, of those that a tile may hold, share a mask."""
-    q_heads, group = spec.num_q_heads, spec.q_heads_per_kv_head
-    return max(
-        num
-        for num in PACK_GQA_CHOICES
-        if group % num == 0 and mask.is_equal_within_groups((q_heads, q_heads // num))
-    )
+    return max(num for num in PACK_GQA_CHOICES if share_mask(mask, spec, num))
 
 
 def kernel_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
@@ -363,14 +358,12 @@ def plan_mask(
     codes = encode_tiles(any_visible, all_visible, visible_by_block)
     lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
     pair_mask = None
-    if parts.pairs is not None and list_block_size is not None:
-        pair_mask = word_mask(
-            mask_of_rows(parts.pairs, bounds.rows_per_token), block_tiling(spec, sizes, keys, bounds)
-        )
-    elif parts.pairs is not None:
-        pair_mask = kernel_mask(
-            mask_of_rows(parts.pairs, bounds.rows_per_token), kernel_tiling(spec, sizes, keys, bounds)
-        )
+    if parts.pairs is not None:
+        pairs = mask_of_rows(parts.pairs, bounds.rows_per_token)
+        if list_block_size is None:
+            pair_mask = kernel_mask(pairs, kernel_tiling(spec, sizes, keys, bounds))
+        else:
+            pair_mask = word_mask(pairs, block_tiling(spec, sizes, keys, bounds))
     return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
 
 
