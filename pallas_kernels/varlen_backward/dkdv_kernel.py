@@ -78,7 +78,7 @@ from pallas_kernels.varlen_backward.refs import (
     WarpDkDvSmem,
 )
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, ComputedGrads
+from pallas_kernels.varlen_backward.spec import DS_BUFFERS, NUM_ROW_STATS, BackwardSpec, ComputedGrads
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler
 from pallas_kernels.varlen_backward.warp_dkdv_kernel import warp_dkdv_body
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
@@ -191,7 +191,7 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
         value_and_dv=both_views() if spec.computes.dk else None,
         query=queries(sizes.teams * sizes.stages),
         dout=queries(sizes.teams * spec.dout_stages),
-        stats_and_columns=plgpu.SMEM((sizes.teams * spec.dout_stages + 1, WARPGROUPS, sizes.tile_q), f32),
+        stats_and_columns=plgpu.SMEM((sizes.teams * spec.dout_stages + 1, NUM_ROW_STATS, sizes.tile_q), f32),
         ds=swizzled_smem((DS_BUFFERS, *scores), dtype) if has_ds else None,
         dq=swizzled_smem(dq_shape, f32) if spec.adds_dq else None,
         tile_columns=plgpu.SMEM((sizes.teams, TABLE_WIDTH), jnp.int32),
@@ -209,7 +209,7 @@ def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
         value=keys if spec.computes.dk else None,
         query=queries,
         dout=queries,
-        stats_and_columns=plgpu.SMEM((sizes.stages + 1, WARPGROUPS, sizes.tile_q), f32),
+        stats_and_columns=plgpu.SMEM((sizes.stages + 1, NUM_ROW_STATS, sizes.tile_q), f32),
         tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
     )
 
@@ -219,8 +219,7 @@ def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
     sizes = spec.sizes
     stages, dout_stages = sizes.teams * sizes.stages, sizes.teams * spec.dout_stages
     num_loaded = 2 if spec.computes.dk else 1  # keys, and values for dk
-    num_copies = spec.num_head_panels * spec.runs_per_tile
-    num_stats_copies = 1 if spec.runs_per_tile == 1 else 2 * spec.runs_per_tile
+    dout_copies = spec.copies_per_tile + len(spec.row_stats_copies)
 
     def warpgroup_barriers(num: int) -> ScratchType:
         return plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=num)
@@ -231,9 +230,9 @@ def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
         ),
         kv_free=warpgroup_barriers(sizes.teams),
         kv_products_issued=warpgroup_barriers(1),
-        q_full=plgpu.Barrier(num_arrivals=num_copies, num_barriers=stages),
+        q_full=plgpu.Barrier(num_arrivals=spec.copies_per_tile, num_barriers=stages),
         q_free=warpgroup_barriers(stages),
-        dout_full=plgpu.Barrier(num_arrivals=num_copies + num_stats_copies, num_barriers=dout_stages),
+        dout_full=plgpu.Barrier(num_arrivals=dout_copies, num_barriers=dout_stages),
         dout_free=warpgroup_barriers(dout_stages),
         ds_full=warpgroup_barriers(DS_BUFFERS),
     )

@@ -1,7 +1,6 @@
 """The loading warp of the dk/dv kernel: loads keys and values, then the queries and dO of each step."""
 
 import functools
-import itertools
 
 import jax.numpy as jnp
 from jax import lax
@@ -116,11 +115,7 @@ class DkDvLoader:
         wait_until_free(barriers.dout_free, self.spec.dout_stages, stage)
         copy_panels(self.inputs.dout, smem.dout.at[stage], full)
         stats_g, stats_s = self.inputs.row_stats.at[head], smem.stats_and_columns.at[stage]
-        if len(runs) == 1:
-            ((_, row),) = rows
-            plgpu.copy_gmem_to_smem(stats_g.at[pl.ds(0, 2), pl.ds(row, length)], stats_s, full)
-            return
-        # Only one statistic of a run is contiguous in shared memory.
-        for index, (rows_s, row) in itertools.product(range(2), rows):
-            source, to = stats_g.at[index, pl.ds(row, length)], stats_s.at[index, rows_s]
-            plgpu.copy_gmem_to_smem(source, to, full, oob_mode=BULK_COPY)
+        for stats, run in self.spec.row_stats_copies:
+            rows_s, row = rows[run]
+            source, to = stats_g.at[stats, pl.ds(row, length)], stats_s.at[stats, rows_s]
+            plgpu.copy_gmem_to_smem(source, to, full, oob_mode=None if len(runs) == 1 else BULK_COPY)

@@ -1,6 +1,7 @@
 """The static description that one dk/dv kernel is compiled from."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.types import Index, Interpret, Scalar
+from pallas_kernels.shared.types import Index, Interpret, Scalar, Slice
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
 
+NUM_ROW_STATS = 2  # statistics of a query row that the dk/dv kernel reads: LSE and delta
 # Buffers for dS in shared memory: one warpgroup may be a step ahead of the other.
 DS_BUFFERS = 2
 
@@ -129,6 +131,22 @@ class BackwardSpec:
     def runs_per_tile(self) -> int:
         """Number of runs of consecutive queries, which are the entries of a list, in a tile."""
         return self.sizes.tile_q // self.run_length
+
+    @property
+    def copies_per_tile(self) -> int:
+        """Number of TMA copies that load a tile of queries, or of dO."""
+        return self.num_head_panels * self.runs_per_tile
+
+    @property
+    def row_stats_copies(self) -> tuple[tuple[Slice, int], ...]:
+        """The statistics and the run of each TMA copy that loads the row statistics of a tile.
+
+        A tile of one run takes one copy. Of several runs, only one statistic of a run is contiguous in shared
+        memory.
+        """
+        if self.runs_per_tile == 1:
+            return ((pl.ds(0, NUM_ROW_STATS), 0),)
+        return tuple(itertools.product(range(NUM_ROW_STATS), range(self.runs_per_tile)))
 
     @property
     def has_warpgroup_bits(self) -> bool:
