@@ -30,7 +30,7 @@ type Panels = tuple[Tile, ...]
 
 
 class DkDvSums(NamedTuple):
-    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per panel of the head.
+    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, width] tile per chunk of the head.
 
     Attributes:
         dk: Gradient of the keys without the softmax scale, dS^T Q, summed over the steps so far.
@@ -39,6 +39,12 @@ class DkDvSums(NamedTuple):
 
     dk: Panels
     dv: Panels
+
+
+def zero_sums(spec: BackwardSpec) -> DkDvSums:
+    """Return accumulators of zeros for the gradients that the kernel computes."""
+    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, spec.head.width), f32), WGMMA)
+    return DkDvSums(*((zeros,) * spec.head.num_chunks if x else () for x in spec.computes))
 
 
 class DqTarget(NamedTuple):
@@ -154,7 +160,7 @@ class DkDvMainloop:
             no_target = DqTarget(work_tile.head(step * 0), step * 0 - 1)
             # The first step waits for the dS of a step before it; there is none, so arrive in its place.
             plgpu.barrier_arrive(self.barriers.ds_full.at[previous_buffer(step)])
-        start = DkDvState(self.zeros(), no_target)
+        start = DkDvState(zero_sums(self.spec), no_target)
         step, (sums, last) = lax.fori_loop(0, self.spec.group, compute_head, (step, start))
         if last is not None:
             self.add_last_dq(work_tile, last, step)
@@ -402,15 +408,6 @@ class DkDvMainloop:
             return run_mma((PANEL, PANEL), lambda ref: self.issue_dq(ref, index, buffer, zero))
 
         return tuple(compute_block(index) for index in range(self.spec.num_dq_blocks))
-
-    def zeros(self) -> DkDvSums:
-        """Return accumulators of zeros for the gradients that the kernel computes."""
-
-        def panels(is_computed: bool) -> tuple[Tile, ...]:
-            num_panels = self.spec.num_head_panels if is_computed else 0
-            return tuple(plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), WGMMA) for _ in range(num_panels))
-
-        return DkDvSums(*map(panels, self.spec.computes))
 
     def sum_over_queries(self, rows_s: Ref, queries_s: Ref, panel: int) -> Tile:
         """Return [64, tile_q] in shared memory times one head panel of a query tile."""

@@ -17,6 +17,7 @@ from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import ValueTiles
+from pallas_kernels.varlen_prefill.softmax import zero_accumulators
 from pallas_kernels.varlen_prefill.spec import PrefillBarriers, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     KvTile,
@@ -101,7 +102,7 @@ class DqMainloop:
             # No valid rows or no keys: release all of the work tile's stages.
             num_steps = rows.work_tile.num + self.inputs.num_output_steps
             self.pipeline.skip(step, jnp.int32(0), num_steps)
-            return self.zeros()
+            return zero_accumulators(self.spec)
 
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dq = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), compute, skip)]
@@ -131,7 +132,7 @@ class DqMainloop:
             self.pipeline.skip(step, jnp.int32(0), begin)
         first, operands = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.operands(rows, buffer)
         ds = self.score_grads(first, operands, row_stats, step + begin, is_first=True)
-        state = DqState(self.zeros(), ds.astype(self.spec.dtype))
+        state = DqState(zero_accumulators(self.spec), ds.astype(self.spec.dtype))
 
         def compute_tiles(first: Scalar, end: Scalar, ends: MaskedEnds, state: DqState) -> DqState:
             compute_tile = functools.partial(self.compute_tile, rows, buffer, row_stats, step, ends)
@@ -287,11 +288,6 @@ class DqMainloop:
             sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
         plgpu.barrier_arrive(keys.free.at[stage])
         return sums
-
-    def zeros(self) -> tuple[Tile, ...]:
-        """Return accumulators of zeros, one per chunk of the head."""
-        shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
-        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA) for _ in range(num_chunks))
 
     def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
         """Return the row sums of O * dO. Step `step` of the pipeline holds O in place of keys and values."""

@@ -37,14 +37,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
-from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
+from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile, f32
-from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries
+from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries, zero_sums
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvOutputs, WarpDkDvSmem
 from pallas_kernels.varlen_backward.spec import BackwardSpec
@@ -144,7 +143,7 @@ class WarpDkDvMainloop:
             state = lax.fori_loop(steps.num_masked, steps.num_steps, compute_step(False), state)
             return step + steps.num_steps, state
 
-        carry = jnp.int32(0), WarpDkDvState(self.zeros(), first)
+        carry = jnp.int32(0), WarpDkDvState(zero_sums(self.spec), first)
         _, state = lax.fori_loop(0, self.spec.group, compute_head, carry)
         return state.sums
 
@@ -225,11 +224,6 @@ class WarpDkDvMainloop:
         if tile.is_masked:
             # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
             clear_invalid_queries(tile, tile_s, fence=lambda: None)
-
-    def zeros(self) -> DkDvSums:
-        """Return accumulators of zeros for the gradients that the kernel computes."""
-        zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, self.spec.head.width), f32), WGMMA)
-        return DkDvSums(*((zeros,) * self.spec.head.num_chunks * int(x) for x in self.spec.computes))
 
     def store(self, work_tile: BackwardWorkTile, half: Scalar, sums: DkDvSums) -> None:
         """Store dk and dv of a half of a work tile from registers."""
