@@ -107,7 +107,7 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutp
 def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     sizes = spec.sizes
-    ctas = sizes.ctas or -(-len(inputs.schedule.order) * sizes.parts // sizes.teams)
+    ctas = sizes.ctas or -(-len(inputs.schedule.order) // sizes.teams)
     body: Callable[..., None] = dkdv_body
     scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
     num_warpgroups = WARPGROUPS + 1

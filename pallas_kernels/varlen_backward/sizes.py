@@ -34,7 +34,7 @@ class BackwardSizes:
             total; requires dq_sizes. Required for heads wider than 128, which leave no registers for both
             gradients.
         warpgroups: Computing warpgroups of the dk/dv kernels, with 64 keys each: 2; 1 or 2 with
-            per_warp_mma. With 1, a thread block computes half of a work tile.
+            per_warp_mma.
         teams: Teams that the warpgroups of the dk/dv kernel form: 1, or 2 with dq_sizes. With 2, each
             warpgroup has its own work tiles of 64 keys, and `stages` of its own.
         list_splits: Number of splits of each list of queries; more than 1 requires dq_sizes and tile lists.
@@ -89,17 +89,12 @@ class BackwardSizes:
     @property
     def team_size(self) -> int:
         """Number of warpgroups that share a work tile of the dk/dv kernel."""
-        return WARPGROUPS // self.teams
+        return self.warpgroups // self.teams
 
     @property
     def tile_kv(self) -> int:
         """Number of keys per work tile of the dk/dv kernel."""
         return self.team_size * WARPGROUP_ROWS
-
-    @property
-    def parts(self) -> int:
-        """Number of thread blocks that share a work tile."""
-        return WARPGROUPS // self.warpgroups
 
     @property
     def gpu(self) -> str:

@@ -155,7 +155,7 @@ class BackwardSpec:
         This holds only for kernels that do not add up dq: for dq, a warpgroup that skips a tile would have to
         wait for the other one. Warpgroups with their own work tiles have their own lists.
         """
-        return self.has_lists and not self.adds_dq and self.sizes.teams == 1
+        return self.has_lists and not self.adds_dq and self.sizes.team_size > 1
 
     @property
     def s_shape(self) -> tuple[int, int]:

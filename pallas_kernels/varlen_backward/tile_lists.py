@@ -30,9 +30,9 @@ class BackwardTileLists(NamedTuple):
     Attributes:
         order: Work tiles in processing order, see DkDvScheduleRefs.order.
         entries: One list of query tiles, or blocks of queries, per key tile and query head: partial ones,
-            then full ones. Elements after the end of a list are undefined. With a dq kernel and one team,
-            bit QUERY_BLOCK_SHIFT + w says whether the query tile attends to the 64 keys of warpgroup w; if
-            not, that warpgroup skips the tile.
+            then full ones. Elements after the end of a list are undefined. With a dq kernel and teams of
+            two warpgroups, bit QUERY_BLOCK_SHIFT + w says whether the query tile attends to the 64 keys of
+            warpgroup w; if not, that warpgroup skips the tile.
         num_partial: Number of partial entries in each list.
         num_full: Number of full entries in each list.
         dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.

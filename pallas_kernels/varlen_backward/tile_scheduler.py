@@ -143,16 +143,6 @@ class BackwardTileScheduler:
         rounds, position = alternating_rounds(self.num_work_tiles, worker, self.ctas * teams)
         return rounds, lambda r: self.schedule.order[position(r)]
 
-    def assignment_of_parts(self) -> tuple[Scalar, Callable[[Scalar], tuple[Scalar, Scalar]]]:
-        """Return the number of parts of work tiles, and a function from round to work tile index and part."""
-        parts = jnp.int32(self.spec.sizes.parts)
-        rounds, position = alternating_rounds(self.num_work_tiles * parts, lax.axis_index("cta"), self.ctas)
-
-        def part(r: Scalar) -> tuple[Scalar, Scalar]:
-            return self.schedule.order[lax.div(position(r), parts)], lax.rem(position(r), parts)
-
-        return rounds, part
-
     def work_tile(self, index: Scalar, columns: Ref = None) -> BackwardWorkTile:
         """Return the work tile with an index from the schedule's `order`.
 

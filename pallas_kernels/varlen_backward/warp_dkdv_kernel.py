@@ -1,9 +1,9 @@
 """The dk/dv kernels for GPUs without wgmma, after FlashAttention-2: each warp owns 16 keys.
 
 Two warpgroups compute dK and dV of a work tile, 64 keys each, and load by cp.async what they need; there are
-no other warps. Where shared memory holds only 64 keys, a thread block has one warpgroup, and computes half of
-a work tile. dQ has a kernel of its own (warp_dq_kernel.py). A step is a query tile of one of the group's
-heads. With two stages of queries and dO (s = n % stages), one wait per step is enough:
+no other warps. Where shared memory holds only 64 keys, there is one warpgroup. dQ has a kernel of its own
+(warp_dq_kernel.py). A step is a query tile of one of the group's heads. With two stages of queries and dO
+(s = n % stages), one wait per step is enough:
 
     wait for queries and dO of step n, and for all warps  so all warps have read those of step n - 1:
     dP^T = V dO^T
@@ -78,7 +78,7 @@ class WarpDkDvState(NamedTuple):
 
 
 class WarpDkDvMainloop:
-    """Main loop of one warpgroup: dk and dv of 64 of a work tile's 128 keys."""
+    """Main loop of one warpgroup: dk and dv of 64 of a work tile's keys."""
 
     def __init__(
         self,
@@ -91,29 +91,25 @@ class WarpDkDvMainloop:
         self.rank = lax.axis_index("warpgroup") if spec.sizes.warpgroups > 1 else jnp.int32(0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline = WarpQueryPipeline(inputs, smem, barrier, spec, self.rank)
-
-    def scores_of(self, half: Scalar) -> DkDvScores:
-        """Return the score functions of the 64 keys of a work tile's first (0) or second (1) half."""
-        columns_s = self.smem.stats_and_columns.at[half * 0 + self.spec.sizes.stages, self.rank]
-        return DkDvScores(self.inputs.mask, self.inputs.score_mod, columns_s, half, self.spec)
+        columns_s = smem.stats_and_columns.at[self.rank * 0 + spec.sizes.stages, self.rank]
+        self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, self.rank, spec)
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
-        rounds, tile_and_part = scheduler.assignment_of_parts()
-        self.scores_of(self.rank).store_columns()
+        rounds, tile_index = scheduler.assignment(0)
+        self.scores.store_columns()
 
         @pl.loop(0, rounds)
         def _(iteration: Scalar) -> None:
-            tile_index, part = tile_and_part(iteration)
-            half = self.rank if self.spec.sizes.parts == 1 else part
-            self.pipeline.load_columns(scheduler.work_tile(tile_index).row)
-            work_tile = scheduler.work_tile(tile_index, self.smem.tile_columns)
-            self.store(work_tile, half, self.compute_work_tile(work_tile, half))
+            index = tile_index(iteration)
+            self.pipeline.load_columns(scheduler.work_tile(index).row)
+            work_tile = scheduler.work_tile(index, self.smem.tile_columns)
+            self.store(work_tile, self.compute_work_tile(work_tile))
 
-    def compute_work_tile(self, work_tile: BackwardWorkTile, half: Scalar) -> DkDvSums:
-        """Return dk and dv of a half of a work tile, 0 or 1."""
-        first, scores = self.pipeline.first_step_from(work_tile, jnp.int32(0)), self.scores_of(half)
-        self.pipeline.start(work_tile, work_tile["first_key_row"] + half * WARPGROUP_ROWS, first)
+    def compute_work_tile(self, work_tile: BackwardWorkTile) -> DkDvSums:
+        """Return dk and dv of the warpgroup's keys."""
+        first = self.pipeline.first_step_from(work_tile, jnp.int32(0))
+        self.pipeline.start(work_tile, first)
 
         def compute_head(index: Scalar, carry: tuple[Scalar, WarpDkDvState]) -> tuple[Scalar, WarpDkDvState]:
             step, state = carry
@@ -133,7 +129,7 @@ class WarpDkDvMainloop:
                         jnp.where(is_last, next_head.exists, 1),
                     )
                     tile = QueryTile(work_tile, head, (entry_tile(entry),), slope, is_masked)
-                    sums = self.compute_step(scores, tile, entry, step + i, next_step, state.sums)
+                    sums = self.compute_step(tile, entry, step + i, next_step, state.sums)
                     return WarpDkDvState(sums, next_step)
 
                 return compute
@@ -148,18 +144,11 @@ class WarpDkDvMainloop:
         return state.sums
 
     def compute_step(
-        self,
-        scores: DkDvScores,
-        tile: QueryTile,
-        entry: Scalar,
-        step: Scalar,
-        next_step: NextStep,
-        sums: DkDvSums,
+        self, tile: QueryTile, entry: Scalar, step: Scalar, next_step: NextStep, sums: DkDvSums
     ) -> DkDvSums:
         """Add a query tile to dk and dv, or only take part in the loads if no key is visible.
 
         Args:
-            scores: Score functions of the warpgroup's keys.
             tile: The query tile.
             entry: Its entry of the list, or its index without lists.
             step: Number of the step in the work tile.
@@ -167,8 +156,8 @@ class WarpDkDvMainloop:
             sums: dk and dv so far.
         """
         if not self.spec.has_warpgroup_bits:
-            return self.add_tile(scores, tile, step, next_step, sums)
-        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + scores.rank) & 1 != 0
+            return self.add_tile(tile, step, next_step, sums)
+        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.rank) & 1 != 0
 
         def skip() -> DkDvSums:
             stage = self.pipeline.wait_first(tile, step)
@@ -176,13 +165,11 @@ class WarpDkDvMainloop:
             self.pipeline.release_first(tile, stage, next_step)
             return sums
 
-        return lax.cond(is_needed, lambda: self.add_tile(scores, tile, step, next_step, sums), skip)
+        return lax.cond(is_needed, lambda: self.add_tile(tile, step, next_step, sums), skip)
 
-    def add_tile(
-        self, scores: DkDvScores, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums
-    ) -> DkDvSums:
+    def add_tile(self, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums) -> DkDvSums:
         """Add a query tile to dk and dv; see compute_step for the arguments."""
-        smem, pipeline, computes = self.smem, self.pipeline, self.spec.computes
+        smem, pipeline, scores, computes = self.smem, self.pipeline, self.scores, self.spec.computes
         # The mask's data comes from global memory: load it before anything is awaited.
         loaded = scores.load(tile)
         stage = pipeline.wait_first(tile, step)
@@ -225,12 +212,12 @@ class WarpDkDvMainloop:
             # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
             clear_invalid_queries(tile, tile_s, fence=lambda: None)
 
-    def store(self, work_tile: BackwardWorkTile, half: Scalar, sums: DkDvSums) -> None:
-        """Store dk and dv of a half of a work tile from registers."""
+    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
+        """Store dk and dv of the warpgroup's keys from registers."""
         head = self.spec.head
-        first_row = work_tile["first_key_row"] + half * WARPGROUP_ROWS
+        first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS
         begin, end = (
-            jnp.clip(work_tile[name] - half * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
+            jnp.clip(work_tile[name] - self.rank * WARPGROUP_ROWS, 0, WARPGROUP_ROWS)
             for name in ("store_begin", "store_end")
         )
         for grad_g, accs, scale in (

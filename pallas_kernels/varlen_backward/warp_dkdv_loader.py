@@ -83,17 +83,17 @@ class WarpQueryPipeline:
         self._commit()
         self._wait()
 
-    def start(self, work_tile: BackwardWorkTile, first_row: Scalar, first_step: NextStep) -> None:
+    def start(self, work_tile: BackwardWorkTile, first_step: NextStep) -> None:
         """Load the warpgroup's keys and values, and the `first` of a work tile's first step.
 
         With two stages, load the `second` as well.
 
         Args:
             work_tile: The work tile.
-            first_row: Row of the warpgroup's first key.
             first_step: The first step.
         """
         inputs, smem, is_interpreted = self.inputs, self.smem, self.spec.is_interpreted
+        first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS
         arrays = [(inputs.key.rows, smem.key)]
         if self.spec.computes.dk:
             arrays.append((inputs.value.rows, smem.value))

@@ -149,7 +149,7 @@ def check_backward_blocks() -> None:
 
 
 def check_query_rows() -> None:
-    """Check backward kernels whose rows are four heads of each query, over lists in four parts."""
+    """Check backward kernels whose rows are four heads of each query, over lists in four splits."""
     problem = test_query_rows.problem_of("4_heads")
     problem.check(test_query_rows.interpreted_grads_of(problem))
 

@@ -306,9 +306,9 @@ def first_entries_for_all_splits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(backward_scheduler.BackwardWorkTile, "_steps_of_split", mutated)
 
 
-def swapped_parts(patch: pytest.MonkeyPatch) -> None:
+def swapped_bits(patch: pytest.MonkeyPatch) -> None:
     original = key_tile_lists.encode_tiles
-    mutated = lambda some, every, parts=(): original(some, every, tuple(parts)[::-1])
+    mutated = lambda some, every, warpgroups=(): original(some, every, tuple(warpgroups)[::-1])
     patch.setattr(key_tile_lists, "encode_tiles", mutated)
 
 
@@ -574,7 +574,7 @@ MUTATIONS = {
     ),
     "backward-head": Mutation("one query head of each group is used for all", backward, one_head),
     "backward-warpgroup-bits": Mutation(
-        "a warpgroup skips the tiles that the other warpgroup does not need", backward_lists, swapped_parts
+        "a warpgroup skips the tiles that the other warpgroup does not need", backward_lists, swapped_bits
     ),
     "backward-distance": Mutation(
         "each key is visible to the queries one position after a slash",

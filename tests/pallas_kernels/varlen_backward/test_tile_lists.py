@@ -205,7 +205,7 @@ class TestContract:
             problem.check(run())
 
     @pytest.mark.parametrize("name", [pytest.param("blocks_of_64", marks=pytest.mark.slow), "small_blocks"])
-    def test_parts_of_lists_add_up_to_float64(self, name):
+    def test_splits_of_lists_add_up_to_float64(self, name):
         problem = problem_of(name, head_dim=128, lens=(3, 200))
         sizes = dataclasses.replace(one_block(sizes_for(problem)), list_splits=3)
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
@@ -294,7 +294,7 @@ class TestSizes:
             (BLOCKS_OF_64, 1),
         ],
     )
-    def test_lists_of_masks_with_common_keys_have_parts(self, mask, splits):
+    def test_lists_of_masks_with_common_keys_are_split(self, mask, splits):
         spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
         assert backward_sizes(mask, spec, mean_len=8192).list_splits == splits
         rows = {"mean_len": 8192, "rows_per_token": 2}
@@ -449,7 +449,7 @@ class TestRefusals:
         ):
             varlen_backward(**plain_arguments(), lists=lists)
 
-    def test_parts_of_lists_need_lists(self):
+    def test_splits_of_lists_need_lists(self):
         sizes = dataclasses.replace(default_sizes(64, deterministic=True), list_splits=2)
         with pytest.raises(ValueError, match=r"sizes\.list_splits must be 1 without lists, got 2"):
             varlen_backward(**plain_arguments(), sizes=sizes)

@@ -76,7 +76,7 @@ class TestContract:
     @pytest.mark.parametrize("warpgroups", [1, 2])
     @pytest.mark.parametrize("head_dim", [96, 192, 256])
     def test_wide_heads_and_one_warpgroup(self, head_dim, warpgroups, stages):
-        """Separate kernels of dk and dv, and thread blocks that compute half of a work tile."""
+        """Separate kernels of dk and dv, and work tiles of 64 keys."""
         case = PLAIN | {"lens": "behind", "window": (70, 2), "head_dim": head_dim}
         check(case, stages=stages, warpgroups=warpgroups)
 
