@@ -70,6 +70,8 @@ from pallas_kernels.shared.memory import PANEL, swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType, f32
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop
+from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, NUM_ROW_STATS, ComputedGrads, DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler
 from pallas_kernels.varlen_backward.refs import (
     DkDvBarriers,
     DkDvInputs,
@@ -78,8 +80,6 @@ from pallas_kernels.varlen_backward.refs import (
     WarpDkDvSmem,
 )
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, NUM_ROW_STATS, BackwardSpec, ComputedGrads
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler
 from pallas_kernels.varlen_backward.warp_dkdv_kernel import warp_dkdv_body
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 from pallas_kernels.varlen_prefill.spec import warp_barrier_types
@@ -87,7 +87,7 @@ from pallas_kernels.varlen_prefill.spec import warp_barrier_types
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
-def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
+def run_dkdv(inputs: DkDvInputs, spec: DkDvSpec, kv_tokens: int) -> DkDvOutputs:
     """Compute dk and dv with one kernel, or with two if `spec.sizes.separate_dk_dv` is True.
 
     Args:
@@ -104,7 +104,7 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutp
     )
 
 
-def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
+def launch_dkdv(inputs: DkDvInputs, spec: DkDvSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     sizes = spec.sizes
     ctas = sizes.ctas or -(-len(inputs.schedule.order) // sizes.teams)
@@ -142,11 +142,11 @@ def dkdv_body(
     barriers: DkDvBarriers,
     *,
     ctas: int,
-    spec: BackwardSpec,
+    spec: DkDvSpec,
 ) -> None:
     """Run one thread block: its last warpgroup loads, the others compute."""
     wg = lax.axis_index("warpgroup")
-    scheduler = BackwardTileScheduler(inputs.schedule, ctas, spec)
+    scheduler = DkDvTileScheduler(inputs.schedule, ctas, spec)
 
     @pl.when(wg == WARPGROUPS)
     def _() -> None:
@@ -166,13 +166,13 @@ def dkdv_body(
         DkDvMainloop(inputs, outputs, smem, barriers, spec).run(scheduler)
 
 
-def output_types(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
+def output_types(inputs: DkDvInputs, spec: DkDvSpec, kv_tokens: int) -> DkDvOutputs:
     """Return the types of dk and dv."""
     grad_type = jax.ShapeDtypeStruct((kv_tokens, spec.grad_heads, *inputs.key.rows.shape[2:]), spec.dtype)
     return DkDvOutputs(*(grad_type if is_computed else None for is_computed in spec.computes))
 
 
-def smem_types(spec: BackwardSpec) -> DkDvSmem:
+def smem_types(spec: DkDvSpec) -> DkDvSmem:
     """Return the shapes and dtypes of the arrays in shared memory; see DkDvSmem."""
     sizes, dtype = spec.sizes, spec.dtype
     keys = WARPGROUPS, spec.num_head_panels, PANEL, PANEL
@@ -199,7 +199,7 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
     )
 
 
-def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
+def warp_smem_types(spec: DkDvSpec) -> WarpDkDvSmem:
     """Return the shapes and dtypes of the arrays in shared memory; see WarpDkDvSmem."""
     sizes, head, dtype = spec.sizes, spec.head, spec.dtype
     keys = swizzled_smem((sizes.warpgroups, head.num_chunks, PANEL, head.width), dtype)
@@ -214,7 +214,7 @@ def warp_smem_types(spec: BackwardSpec) -> WarpDkDvSmem:
     )
 
 
-def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
+def barrier_types(spec: DkDvSpec) -> DkDvBarriers:
     """Return the barriers with their numbers of arrivals; see DkDvBarriers."""
     sizes = spec.sizes
     stages, dout_stages = sizes.teams * sizes.stages, sizes.teams * spec.dout_stages

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import BULK_COPY, TokenRows
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
+from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler, DkDvWorkTile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
-from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile
 from pallas_kernels.varlen_prefill.loader import copy_rows
 from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
@@ -20,12 +20,10 @@ from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 class DkDvLoader:
     """The warp that loads keys, values, queries, dO and row statistics of a team into shared memory."""
 
-    def __init__(
-        self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: BackwardSpec, team: int
-    ):
+    def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: DkDvSpec, team: int):
         self.inputs, self.smem, self.barriers, self.spec, self.team = inputs, smem, barriers, spec, team
 
-    def load_all(self, scheduler: BackwardTileScheduler) -> None:
+    def load_all(self, scheduler: DkDvTileScheduler) -> None:
         """Load all work tiles of the team."""
         rounds, tile_index = scheduler.assignment(self.team)
 
@@ -49,7 +47,7 @@ class DkDvLoader:
             def _(step: Scalar) -> None:
                 plgpu.barrier_wait(self.barriers.dout_free.at[self.spec.step_stages(step, self.team).dout])
 
-    def load_keys(self, work_tile: BackwardWorkTile) -> None:
+    def load_keys(self, work_tile: DkDvWorkTile) -> None:
         """Load a work tile's keys, its table columns and, if dk is computed, its values."""
         inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full.at[self.team]
         team_size = self.spec.sizes.team_size
@@ -67,7 +65,7 @@ class DkDvLoader:
             inputs.schedule.table.at[work_tile.row], smem.tile_columns.at[self.team], full
         )
 
-    def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
+    def load_head(self, work_tile: DkDvWorkTile, index: Scalar, step: Scalar) -> Scalar:
         """Load the query tiles of a query head, the first as step `step`; return one past the last step."""
         head, steps = work_tile.head(index), work_tile.steps(index)
 
@@ -83,7 +81,7 @@ class DkDvLoader:
         return step + steps.num_steps
 
     def load_tile(
-        self, work_tile: BackwardWorkTile, head: Scalar, runs: tuple[Scalar, ...], step: Scalar
+        self, work_tile: DkDvWorkTile, head: Scalar, runs: tuple[Scalar, ...], step: Scalar
     ) -> None:
         """Load the queries, dO and row statistics of a query tile.
 

@@ -19,10 +19,10 @@ from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
+from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, DkDvSpec, QueryStages
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler, DkDvWorkTile, entry_tile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, QueryStages
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
 from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, team_and_rank
 
@@ -41,7 +41,7 @@ class DkDvSums(NamedTuple):
     dv: Panels
 
 
-def zero_sums(spec: BackwardSpec) -> DkDvSums:
+def zero_sums(spec: DkDvSpec) -> DkDvSums:
     """Return accumulators of zeros for the gradients that the kernel computes."""
     zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, spec.head.width), f32), WGMMA)
     return DkDvSums(*((zeros,) * spec.head.num_chunks if x else () for x in spec.computes))
@@ -81,7 +81,7 @@ class DkDvMainloop:
         outputs: DkDvOutputs,
         smem: DkDvSmem,
         barriers: DkDvBarriers,
-        spec: BackwardSpec,
+        spec: DkDvSpec,
     ):
         self.wg = wg = lax.axis_index("warpgroup")
         # The warpgroups of a team share a work tile: 64 keys each, from rank * 64 on.
@@ -91,7 +91,7 @@ class DkDvMainloop:
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.sizes.teams * spec.dout_stages, wg]
         self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, self.rank, spec)
 
-    def run(self, scheduler: BackwardTileScheduler) -> None:
+    def run(self, scheduler: DkDvTileScheduler) -> None:
         """Compute all work tiles of the team."""
         rounds, tile_index = scheduler.assignment(self.team)
         self.scores.store_columns()
@@ -112,7 +112,7 @@ class DkDvMainloop:
         lax.fori_loop(0, rounds, compute, rounds * 0)
         plgpu.wait_smem_to_gmem(0)
 
-    def compute_work_tile(self, work_tile: BackwardWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
+    def compute_work_tile(self, work_tile: DkDvWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
         """Compute dk and dv of a work tile.
 
         Args:
@@ -427,7 +427,7 @@ class DkDvMainloop:
 
         return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
-    def add_last_dq(self, work_tile: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
+    def add_last_dq(self, work_tile: DkDvWorkTile, last: DqTarget, step: Scalar) -> None:
         """Add the dq of a work tile's last step to global memory; `step` is one past that step."""
         buffer = previous_buffer(step)
         plgpu.barrier_wait(self.barriers.ds_full.at[buffer])
@@ -452,7 +452,7 @@ class DkDvMainloop:
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
-    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
+    def store(self, work_tile: DkDvWorkTile, sums: DkDvSums) -> None:
         """Store dk in place of the keys and dv in place of the values; one alone in place of the keys."""
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
@@ -484,7 +484,7 @@ class DkDvMainloop:
         last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
         store(last[0], self.smem.key_and_dk, last[1])
 
-    def _clear_keys(self, work_tile: BackwardWorkTile) -> None:
+    def _clear_keys(self, work_tile: DkDvWorkTile) -> None:
         """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
         begin, end, sizes = work_tile["begin"], work_tile["end"], self.spec.sizes
 
@@ -544,7 +544,7 @@ def previous_buffer(step: Scalar) -> Scalar:
     return lax.rem(step + 1, jnp.int32(DS_BUFFERS))
 
 
-def store_panels(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
+def store_panels(to_s: Ref, tile: Tile, spec: DkDvSpec) -> None:
     """Store a tile [64, tile_q] in shared memory, one query panel after the other."""
     for index in range(spec.num_query_panels):
         to_s[index] = tile[:, index * PANEL : (index + 1) * PANEL]

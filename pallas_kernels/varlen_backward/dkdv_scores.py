@@ -13,9 +13,9 @@ from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
+from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvWorkTile
 from pallas_kernels.varlen_backward.schedule import visible_query_range
-from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
 from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, LoadedMask, join_half_words
 from pallas_kernels.varlen_prefill.softmax import load_column_indices
@@ -121,7 +121,7 @@ class QueryTile(NamedTuple):
         num_missing: Number of missing runs, the first ones of the tile. At most 0 for none.
     """
 
-    work_tile: BackwardWorkTile
+    work_tile: DkDvWorkTile
     head: Scalar
     runs: tuple[Scalar, ...]
     slope: Scalar | None
@@ -177,7 +177,7 @@ class DkDvScores:
         score_mod: KernelScoreMod | None,
         columns_s: Ref,
         rank: Scalar,
-        spec: BackwardSpec,
+        spec: DkDvSpec,
     ):
         """Create the functions of a warpgroup.
 

@@ -37,6 +37,7 @@ from pallas_kernels.shared.softmax import LOG2E, in_log2
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
+from pallas_kernels.varlen_backward.dkdv_spec import ComputedGrads, DkDvSpec, head_panels
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.refs import (
     DkDvInputs,
@@ -52,7 +53,6 @@ from pallas_kernels.varlen_backward.sizes import (
     default_layer_sizes,
     list_block_sizes,
 )
-from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, heads_per_l2_group
 from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillShape, PrefillSpec
@@ -187,7 +187,7 @@ def varlen_backward(
             rows = schedule.dq_schedule.table.shape[0] * q_heads
             meaning = f"tiles of {tokens} queries, {q_heads} heads"
             require_shape("lists.dq_lists", lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
-    spec = BackwardSpec(
+    spec = DkDvSpec(
         kv_heads=kv_heads, group=q_heads // kv_heads,
         head=head_chunks(head_dim) if sizes.per_warp_mma else head_panels(head_dim),
         score=score, sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None,
@@ -322,9 +322,7 @@ def _sum_splits(grads: Array, splits: int) -> Array:
     return by_split.sum(axis=2, dtype=jnp.float32).astype(grads.dtype)
 
 
-def make_row_stats(
-    out: Array, lse: Array, grad_out: Array, grad_lse: Array | None, spec: BackwardSpec
-) -> Array:
+def make_row_stats(out: Array, lse: Array, grad_out: Array, grad_lse: Array | None, spec: DkDvSpec) -> Array:
     """Return the base-2 LSE and delta of each row, f32 [q_heads, 2, tokens].
 
     If the dq kernel computes delta, the second row is 0, and grad_lse is a third row if it is not None.

@@ -45,9 +45,9 @@ from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries, zero_sums
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
+from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler, DkDvWorkTile, entry_tile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvOutputs, WarpDkDvSmem
-from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_backward.warp_dkdv_loader import NextStep, WarpQueryPipeline
 
 
@@ -58,10 +58,10 @@ def warp_dkdv_body(
     barrier: Barriers,
     *,
     ctas: int,
-    spec: BackwardSpec,
+    spec: DkDvSpec,
 ) -> None:
     """Run one thread block, all of whose warps load and compute."""
-    scheduler = BackwardTileScheduler(inputs.schedule, ctas, spec)
+    scheduler = DkDvTileScheduler(inputs.schedule, ctas, spec)
     WarpDkDvMainloop(inputs, outputs, smem, barrier, spec).run(scheduler)
 
 
@@ -86,7 +86,7 @@ class WarpDkDvMainloop:
         outputs: DkDvOutputs,
         smem: WarpDkDvSmem,
         barrier: Barriers,
-        spec: BackwardSpec,
+        spec: DkDvSpec,
     ):
         self.rank = lax.axis_index("warpgroup") if spec.sizes.warpgroups > 1 else jnp.int32(0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
@@ -94,7 +94,7 @@ class WarpDkDvMainloop:
         columns_s = smem.stats_and_columns.at[self.rank * 0 + spec.sizes.stages, self.rank]
         self.scores = DkDvScores(inputs.mask, inputs.score_mod, columns_s, self.rank, spec)
 
-    def run(self, scheduler: BackwardTileScheduler) -> None:
+    def run(self, scheduler: DkDvTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
         rounds, tile_index = scheduler.assignment(0)
         self.scores.store_columns()
@@ -106,7 +106,7 @@ class WarpDkDvMainloop:
             work_tile = scheduler.work_tile(index, self.smem.tile_columns)
             self.store(work_tile, self.compute_work_tile(work_tile))
 
-    def compute_work_tile(self, work_tile: BackwardWorkTile) -> DkDvSums:
+    def compute_work_tile(self, work_tile: DkDvWorkTile) -> DkDvSums:
         """Return dk and dv of the warpgroup's keys."""
         first = self.pipeline.first_step_from(work_tile, jnp.int32(0))
         self.pipeline.start(work_tile, first)
@@ -212,7 +212,7 @@ class WarpDkDvMainloop:
             # Pallas makes the warpgroup wait after each store, and every warpgroup stores all zeros.
             clear_invalid_queries(tile, tile_s, fence=lambda: None)
 
-    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
+    def store(self, work_tile: DkDvWorkTile, sums: DkDvSums) -> None:
         """Store dk and dv of the warpgroup's keys from registers."""
         head = self.spec.head
         first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS

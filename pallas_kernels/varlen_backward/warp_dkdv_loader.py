@@ -10,9 +10,9 @@ from pallas_kernels.ptx.cp_async import WARPS, commit_copies, copy_numbers, copy
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.dkdv_scores import QueryTile
+from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvWorkTile, entry_tile
 from pallas_kernels.varlen_backward.refs import DkDvInputs, WarpDkDvSmem
-from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile, entry_tile
 from pallas_kernels.varlen_prefill.warp_loader import wait_for_copies
 
 
@@ -40,7 +40,7 @@ class WarpQueryPipeline:
     """
 
     def __init__(
-        self, inputs: DkDvInputs, smem: WarpDkDvSmem, barrier: Barriers, spec: BackwardSpec, rank: Scalar
+        self, inputs: DkDvInputs, smem: WarpDkDvSmem, barrier: Barriers, spec: DkDvSpec, rank: Scalar
     ):
         """Create the pipeline; `rank` is the index of the warpgroup in the thread block."""
         self.inputs, self.smem, self.barrier, self.spec, self.rank = inputs, smem, barrier, spec, rank
@@ -55,7 +55,7 @@ class WarpQueryPipeline:
         """Return whether `first` is read after `second` has arrived, so that its only stage is not free."""
         return self.spec.sizes.stages == 1 and self.spec.computes.dk and self.spec.computes.dv
 
-    def first_step_from(self, work_tile: BackwardWorkTile, index: Scalar) -> NextStep:
+    def first_step_from(self, work_tile: DkDvWorkTile, index: Scalar) -> NextStep:
         """Return the first step of the query heads of the group from `index` on."""
         group = self.spec.group
         if self.spec.has_lists:  # a head may have no steps
@@ -83,7 +83,7 @@ class WarpQueryPipeline:
         self._commit()
         self._wait()
 
-    def start(self, work_tile: BackwardWorkTile, first_step: NextStep) -> None:
+    def start(self, work_tile: DkDvWorkTile, first_step: NextStep) -> None:
         """Load the warpgroup's keys and values, and the `first` of a work tile's first step.
 
         With two stages, load the `second` as well.
@@ -141,7 +141,7 @@ class WarpQueryPipeline:
             self.load_first(tile.work_tile, next_step, stage)
             self._commit()
 
-    def _load_queries(self, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar) -> None:
+    def _load_queries(self, work_tile: DkDvWorkTile, step: NextStep, stage: Scalar) -> None:
         """Start to load the queries and the row statistics of a step."""
         self._load(self.inputs.query.rows, self.smem.query, work_tile, step, stage)
         row = work_tile.query_row(entry_tile(step.entry))
@@ -153,11 +153,11 @@ class WarpQueryPipeline:
                 num_warps=self.num_warps, is_interpreted=self.spec.is_interpreted,
             )  # fmt: skip
 
-    def _load_dout(self, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar) -> None:
+    def _load_dout(self, work_tile: DkDvWorkTile, step: NextStep, stage: Scalar) -> None:
         self._load(self.inputs.dout.rows, self.smem.dout, work_tile, step, stage)
 
     def _load(
-        self, rows_g: Ref, stages_s: Ref, work_tile: BackwardWorkTile, step: NextStep, stage: Scalar
+        self, rows_g: Ref, stages_s: Ref, work_tile: DkDvWorkTile, step: NextStep, stage: Scalar
     ) -> None:
         row = work_tile.query_row(entry_tile(step.entry))
 

@@ -22,10 +22,10 @@ from pallas_kernels.shared.memory import PANEL, TokenRows
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
+from pallas_kernels.varlen_backward import dkdv_tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward import entry as backward_entry
 from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
-from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_backward.warp_dkdv_kernel import WarpDkDvMainloop
 from pallas_kernels.varlen_backward.warp_dkdv_loader import WarpQueryPipeline
@@ -294,16 +294,14 @@ def dout_of_the_head_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_head(patch: pytest.MonkeyPatch) -> None:
-    original = backward_scheduler.BackwardWorkTile.head
-    patch.setattr(
-        backward_scheduler.BackwardWorkTile, "head", lambda work_tile, i: original(work_tile, i * 0)
-    )
+    original = backward_scheduler.DkDvWorkTile.head
+    patch.setattr(backward_scheduler.DkDvWorkTile, "head", lambda work_tile, i: original(work_tile, i * 0))
 
 
 def first_entries_for_all_splits(patch: pytest.MonkeyPatch) -> None:
-    original = backward_scheduler.BackwardWorkTile._steps_of_split
+    original = backward_scheduler.DkDvWorkTile._steps_of_split
     mutated = lambda work_tile, steps: original(work_tile, steps)._replace(entry=steps.entry)
-    patch.setattr(backward_scheduler.BackwardWorkTile, "_steps_of_split", mutated)
+    patch.setattr(backward_scheduler.DkDvWorkTile, "_steps_of_split", mutated)
 
 
 def swapped_bits(patch: pytest.MonkeyPatch) -> None:

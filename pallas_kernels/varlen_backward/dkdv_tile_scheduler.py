@@ -9,9 +9,9 @@ from jax import lax
 from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
 from pallas_kernels.varlen_backward.refs import DkDvScheduleRefs, QueryListRefs
 from pallas_kernels.varlen_backward.schedule import COLUMNS
-from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
@@ -42,7 +42,7 @@ class QuerySteps(NamedTuple):
         return tuple(entry_tile(self.entry(jnp.maximum(first + run, 0))) for run in range(self.runs_per_tile))
 
 
-class BackwardWorkTile:
+class DkDvWorkTile:
     """A tile of keys of one KV head, and one split of its lists.
 
     `work_tile[name]` is the value of a column of the schedule's table.
@@ -55,7 +55,7 @@ class BackwardWorkTile:
     """
 
     def __init__(
-        self, row: Scalar, grad_head: Scalar, columns: Ref, lists: QueryListRefs | None, spec: BackwardSpec
+        self, row: Scalar, grad_head: Scalar, columns: Ref, lists: QueryListRefs | None, spec: DkDvSpec
     ):
         """Create the work tile; `columns` is its row of the table in global or shared memory."""
         self.row, self.grad_head, self.columns, self.lists, self.spec = row, grad_head, columns, lists, spec
@@ -129,10 +129,10 @@ class BackwardWorkTile:
         return self["query_position"] + run * self.spec.run_length
 
 
-class BackwardTileScheduler:
+class DkDvTileScheduler:
     """Assignment of the work tiles of a call to thread blocks, or to their teams of warpgroups."""
 
-    def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: BackwardSpec):
+    def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: DkDvSpec):
         self.schedule, self.ctas, self.spec = schedule, ctas, spec
         self.num_work_tiles = schedule.num_valid[0] * spec.grad_heads
 
@@ -143,7 +143,7 @@ class BackwardTileScheduler:
         rounds, position = alternating_rounds(self.num_work_tiles, worker, self.ctas * teams)
         return rounds, lambda r: self.schedule.order[position(r)]
 
-    def work_tile(self, index: Scalar, columns: Ref = None) -> BackwardWorkTile:
+    def work_tile(self, index: Scalar, columns: Ref = None) -> DkDvWorkTile:
         """Return the work tile with an index from the schedule's `order`.
 
         Args:
@@ -153,7 +153,7 @@ class BackwardTileScheduler:
         grad_heads = jnp.int32(self.spec.grad_heads)
         row = lax.div(index, grad_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
-        return BackwardWorkTile(row, lax.rem(index, grad_heads), columns, self.schedule.lists, self.spec)
+        return DkDvWorkTile(row, lax.rem(index, grad_heads), columns, self.schedule.lists, self.spec)
 
 
 def entry_tile(entry: Scalar) -> Scalar:

@@ -52,7 +52,7 @@ class QueryStages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BackwardSpec:
+class DkDvSpec:
     """Static description of one dk/dv kernel.
 
     Attributes:
