@@ -108,17 +108,19 @@ def launch_dkdv(inputs: DkDvInputs, spec: DkDvSpec, kv_tokens: int) -> DkDvOutpu
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     sizes = spec.sizes
     ctas = sizes.ctas or -(-len(inputs.schedule.order) // sizes.teams)
-    body: Callable[..., None] = dkdv_body
-    scratch_types: tuple[ScratchType, ScratchType] = smem_types(spec), barrier_types(spec)
-    num_warpgroups = WARPGROUPS + 1
-    # Pallas would make the threads of a warpgroup wait for each other before and after each store. Here they
-    # do so only in commit_smem, and nothing reads what a thread of another warp stores before that.
-    compiler_params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-    if spec.sizes.per_warp_mma:
-        num_warpgroups = spec.sizes.warpgroups
+    body: Callable[..., None]
+    scratch_types: tuple[ScratchType, ScratchType]
+    if sizes.per_warp_mma:
+        body, num_warpgroups = warp_dkdv_body, sizes.warpgroups
         barrier = warp_barrier_types(num_warpgroups, is_interpreted=spec.is_interpreted)
-        body, scratch_types = warp_dkdv_body, (warp_smem_types(spec), barrier)
+        scratch_types = warp_smem_types(spec), barrier
         compiler_params = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+    else:
+        body, num_warpgroups = dkdv_body, WARPGROUPS + 1
+        scratch_types = smem_types(spec), barrier_types(spec)
+        # Pallas would make the threads of a warpgroup wait for each other before and after each store. Here
+        # they do so only in commit_smem, and nothing reads what a thread of another warp stores before that.
+        compiler_params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
     kernel = plgpu.kernel(
         functools.partial(body, ctas=ctas, spec=spec),
         out_type=(output_types(inputs, spec, kv_tokens),),

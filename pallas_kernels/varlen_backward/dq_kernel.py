@@ -46,14 +46,16 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 def run_dq(inputs: DqInputs, spec: PrefillSpec, num_tokens: int) -> jax.Array:
     """Launch the dq kernel, and return dq [tokens, ...]; `num_tokens` is the number without padding."""
-    body: Callable[..., None] = dq_body
-    scratch_types: tuple[DqSmem | WarpDqSmem, PrefillBarriers | ScratchType] = smem_and_barrier_types(spec)
-    num_warpgroups = spec.sizes.warpgroups + 1
+    body: Callable[..., None]
+    scratch_types: tuple[ScratchType, ScratchType]
     if spec.sizes.per_warp_mma:
-        barrier = warp_barrier_types(spec.sizes.warpgroups, is_interpreted=spec.is_interpreted)
+        body, num_warpgroups = warp_dq_body, spec.sizes.warpgroups
+        barrier = warp_barrier_types(num_warpgroups, is_interpreted=spec.is_interpreted)
         attention_smem = warp_smem_types(spec)
-        body, scratch_types = warp_dq_body, (WarpDqSmem(attention_smem, attention_smem.query), barrier)
-        num_warpgroups = spec.sizes.warpgroups
+        scratch_types = WarpDqSmem(attention_smem, dout=attention_smem.query), barrier
+    else:
+        body, num_warpgroups = dq_body, spec.sizes.warpgroups + 1
+        scratch_types = smem_and_barrier_types(spec)
     kernel = plgpu.kernel(
         functools.partial(body, spec=spec),
         out_type=jax.ShapeDtypeStruct((num_tokens, *inputs.attention.query.rows.shape[1:]), spec.dtype),
