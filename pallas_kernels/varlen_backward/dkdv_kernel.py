@@ -70,9 +70,10 @@ from pallas_kernels.shared.memory import PANEL, swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType, f32
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop
-from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, NUM_ROW_STATS, ComputedGrads, DkDvSpec
+from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, ComputedGrads, DkDvSpec
 from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler
 from pallas_kernels.varlen_backward.refs import (
+    NUM_ROW_STATS,
     DkDvBarriers,
     DkDvInputs,
     DkDvOutputs,

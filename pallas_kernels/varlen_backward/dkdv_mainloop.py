@@ -47,12 +47,12 @@ def zero_sums(spec: DkDvSpec) -> DkDvSums:
     return DkDvSums(*((zeros,) * spec.head.num_chunks if x else () for x in spec.computes))
 
 
-class DqTarget(NamedTuple):
-    """Destination of a query tile's dq.
+class PendingDq(NamedTuple):
+    """Destination of the previous step's dq, which is computed and added one step late.
 
     Attributes:
         head: Query head.
-        row: First row of the tile; negative if there is no dq to add.
+        row: First row of the query tile; negative if there was no previous step.
     """
 
     head: Scalar
@@ -64,12 +64,11 @@ class DkDvState(NamedTuple):
 
     Attributes:
         sums: Accumulated dk and dv.
-        last: Destination of the last step's dq, which the next step computes; its row is negative before the
-            first step. None if the dq kernel computes dq.
+        pending_dq: The dq that the next step computes; None if the dq kernel computes dq.
     """
 
     sums: DkDvSums
-    last: DqTarget | None
+    pending_dq: PendingDq | None
 
 
 class DkDvMainloop:
@@ -155,15 +154,15 @@ class DkDvMainloop:
             state = lax.fori_loop(steps.num_masked, steps.num_steps, compute_tile(False), state)
             return step + steps.num_steps, state
 
-        no_target = None
+        pending_dq = None
         if self.spec.adds_dq:
-            no_target = DqTarget(work_tile.head(step * 0), step * 0 - 1)
+            pending_dq = PendingDq(work_tile.head(step * 0), step * 0 - 1)
             # The first step waits for the dS of a step before it; there is none, so arrive in its place.
             plgpu.barrier_arrive(self.barriers.ds_full.at[previous_buffer(step)])
-        start = DkDvState(zero_sums(self.spec), no_target)
-        step, (sums, last) = lax.fori_loop(0, self.spec.group, compute_head, (step, start))
-        if last is not None:
-            self.add_last_dq(work_tile, last, step)
+        start = DkDvState(zero_sums(self.spec), pending_dq)
+        step, (sums, pending_dq) = lax.fori_loop(0, self.spec.group, compute_head, (step, start))
+        if pending_dq is not None:
+            self.add_last_dq(work_tile, pending_dq, step)
         return step, sums
 
     def slope(self, head: Scalar) -> Scalar | None:
@@ -207,17 +206,17 @@ class DkDvMainloop:
         queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
         # Load the row statistics early, so that the loads do not wait for the products; tiles of more queries
         # have no registers for them while S is computed.
-        early = spec.num_query_panels == 1
+        loads_early = spec.num_query_panels == 1
 
-        def overlap(sum_refs: Any) -> None:
-            def products(s_ref: Ref, dp_ref: Ref) -> Tile:
+        def add_tile(sum_refs: Any) -> None:
+            def compute_ds(s_ref: Ref, dp_ref: Ref) -> Tile:
                 self.wait_for_queries(tile, stages)
-                if early:
+                if loads_early:
                     self.wait_for_dout(tile, stages)
-                    lse = scores.row_stats(stats_s, 0, tile)
+                    lse = scores.lse(stats_s, tile)
                 self.issue_scores(s_ref, stages.query, wg)
                 # With late statistics dO is awaited only now, while S is in flight.
-                if not early:
+                if not loads_early:
                     self.wait_for_dout(tile, stages)
                 self.issue_dp(dp_ref, stages.dout, wg)
                 # Wait until the previous dq has left shared memory. That is long before it is needed: all
@@ -226,23 +225,23 @@ class DkDvMainloop:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 # Wait for S but not for dP: P is computed meanwhile.
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
-                if not early:
-                    lse = scores.row_stats(stats_s, 0, tile)
+                if not loads_early:
+                    lse = scores.lse(stats_s, tile)
                 probabilities = scores.probabilities(s, lse, tile, loaded)
-                if early:
-                    delta = scores.row_stats(stats_s, 1, tile)
+                if loads_early:
+                    delta = scores.delta(stats_s)
                 for panel, ref in enumerate(sum_refs.dv):
                     plgpu.wgmma(ref, probabilities.p, dout.at[panel])
                 # Wait for dP but not for dV: dS is computed meanwhile.
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=panels))
-                if not early:
-                    delta = scores.row_stats(stats_s, 1, tile)
-                return scores.gradients(probabilities, dp, delta).astype(spec.dtype)
+                if not loads_early:
+                    delta = scores.delta(stats_s)
+                return scores.ds(probabilities, dp, delta).astype(spec.dtype)
 
-            ds = pl.run_scoped(products, *[plgpu.ACC(spec.s_shape, f32)] * 2)
+            ds = pl.run_scoped(compute_ds, *[plgpu.ACC(spec.s_shape, f32)] * 2)
             self.exchange_ds(ds, buffer)
 
-            def gradients(*dq_refs: Ref) -> Panels:
+            def multiply_ds(*dq_refs: Ref) -> Panels:
                 # The previous step's dQ first, so that it can leave while dK is in flight.
                 for index, ref in enumerate(dq_refs):
                     self.issue_dq(ref, index, 1 - buffer, zero)
@@ -253,18 +252,18 @@ class DkDvMainloop:
                 return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=panels) for ref in dq_refs)
 
             num = spec.num_dq_blocks if spec.adds_dq else 0
-            dq = pl.run_scoped(gradients, *[plgpu.ACC((PANEL, PANEL), f32)] * num)
+            dq = pl.run_scoped(multiply_ds, *[plgpu.ACC((PANEL, PANEL), f32)] * num)
             # Release dO: dV is complete, so it has been read for the last time.
             plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
-            if state.last is not None:
+            if state.pending_dq is not None:
                 dq = tuple(lax.optimization_barrier(dq))
                 # This step's dS is stored, and the previous step's has been multiplied.
                 plgpu.barrier_arrive(barriers.ds_full.at[buffer])
-                self.add_dq(state.last, dq)
+                self.add_dq(state.pending_dq, dq)
 
         start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in panels) for panels in state.sums))
         # Leaving run_state waits for dK.
-        sums = DkDvSums(*(tuple(panels) for panels in pl.run_state(overlap)(start)))
+        sums = DkDvSums(*(tuple(panels) for panels in pl.run_state(add_tile)(start)))
         # Release the queries: dK has read them for the last time.
         plgpu.barrier_arrive(barriers.q_free.at[stages.query])
         return self.next_state(tile, sums, state)
@@ -276,21 +275,21 @@ class DkDvMainloop:
         stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
-        def products(s_ref: Ref, dp_ref: Ref) -> Tile:
+        def compute_ds(s_ref: Ref, dp_ref: Ref) -> Tile:
             self.wait_for_queries(tile, stages)
             self.issue_scores(s_ref, stages.query, wg)
             self.wait_for_dout(tile, stages)
             self.issue_dp(dp_ref, stages.dout, wg)
             # Wait for S but not for dP: P is computed meanwhile.
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
-            probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
+            probabilities = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded)
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
-            ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile)).astype(spec.dtype)
+            ds = scores.ds(probabilities, dp, scores.delta(stats_s)).astype(spec.dtype)
             # Release dO early: dP alone reads it.
             plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
             return ds
 
-        ds = pl.run_scoped(products, *[plgpu.ACC(spec.s_shape, f32)] * 2)
+        ds = pl.run_scoped(compute_ds, *[plgpu.ACC(spec.s_shape, f32)] * 2)
         dk = self.add_product(state.sums.dk, ds, self.smem.query.at[stages.query])
         plgpu.barrier_arrive(barriers.q_free.at[stages.query])
         return self.next_state(tile, DkDvSums(dk, ()), state)
@@ -301,14 +300,14 @@ class DkDvMainloop:
         stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
 
-        def products(s_ref: Ref) -> Tile:
+        def compute_scores(s_ref: Ref) -> Tile:
             self.wait_for_queries(tile, stages)
             self.issue_scores(s_ref, stages.query, wg)
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
-        s = pl.run_scoped(products, plgpu.ACC(self.spec.s_shape, f32))
+        s = pl.run_scoped(compute_scores, plgpu.ACC(self.spec.s_shape, f32))
         self.wait_for_dout(tile, stages)
-        s, lse = lax.optimization_barrier(s), scores.row_stats(stats_s, 0, tile)
+        s, lse = lax.optimization_barrier(s), scores.lse(stats_s, tile)
         p = scores.probabilities(s, lse, tile, loaded).p
         dv = self.add_product(state.sums.dv, p, self.smem.dout.at[stages.dout])
         plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
@@ -324,7 +323,7 @@ class DkDvMainloop:
         self.wait_for_queries(tile, stages)
         s = run_mma(spec.s_shape, lambda ref: self.issue_scores(ref, stages.query, wg))
         self.wait_for_dout(tile, stages)
-        probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
+        probabilities = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded)
         dk, dv = state.sums
         dq: Panels = ()
         if spec.computes.dv:
@@ -333,23 +332,23 @@ class DkDvMainloop:
             dv = tuple(acc + self.sum_over_queries(smem.p.at[wg], dout, n) for n, acc in enumerate(dv))
         if spec.computes.dk:
             dp = run_mma(spec.s_shape, lambda ref: self.issue_dp(ref, stages.dout, wg))
-            ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile)).astype(spec.dtype)
+            ds = scores.ds(probabilities, dp, scores.delta(stats_s)).astype(spec.dtype)
             self.exchange_ds(ds, buffer)
             dq = self.dq(1 - buffer, tile.work_tile["zero"]) if spec.adds_dq else ()
             ds_s = smem.ds.at[buffer, wg]
             dk = tuple(acc + self.sum_over_queries(ds_s, queries, n) for n, acc in enumerate(dk))
         plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
-        if state.last is not None:
+        if state.pending_dq is not None:
             plgpu.barrier_arrive(barriers.ds_full.at[buffer])
-            self.add_dq(state.last, dq)
+            self.add_dq(state.pending_dq, dq)
         plgpu.barrier_arrive(barriers.q_free.at[stages.query])
         return self.next_state(tile, DkDvSums(dk, dv), state)
 
     def next_state(self, tile: QueryTile, sums: DkDvSums, state: DkDvState) -> DkDvState:
         """Return the state after a step."""
-        if state.last is None:
+        if state.pending_dq is None:
             return DkDvState(sums, None)
-        return DkDvState(sums, DqTarget(tile.head, tile.work_tile.query_row(tile.tile_index)))
+        return DkDvState(sums, PendingDq(tile.head, tile.work_tile.query_row(tile.tile_index)))
 
     def wait_for_queries(self, tile: QueryTile, stages: QueryStages) -> None:
         """Wait for a step's queries, and zero those outside of the request."""
@@ -427,26 +426,26 @@ class DkDvMainloop:
 
         return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
-    def add_last_dq(self, work_tile: DkDvWorkTile, last: DqTarget, step: Scalar) -> None:
+    def add_last_dq(self, work_tile: DkDvWorkTile, pending_dq: PendingDq, step: Scalar) -> None:
         """Add the dq of a work tile's last step to global memory; `step` is one past that step."""
         buffer = previous_buffer(step)
         plgpu.barrier_wait(self.barriers.ds_full.at[buffer])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.add_dq(last, self.dq(buffer, work_tile["zero"]))
+        self.add_dq(pending_dq, self.dq(buffer, work_tile["zero"]))
 
-    def add_dq(self, target: DqTarget, dq: Panels) -> None:
+    def add_dq(self, pending_dq: PendingDq, dq: Panels) -> None:
         """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
         if not self.spec.is_interpreted:
             for index, dq_block in enumerate(dq):
                 self.smem.dq[self.wg, index] = dq_block
             plgpu.commit_smem()
 
-        @pl.when(target.row >= 0)
+        @pl.when(pending_dq.row >= 0)
         def _() -> None:
             for index, dq_block in enumerate(dq):
                 query_panel, panel = self.dq_block_indices(index)
-                rows = pl.ds(pl.multiple_of(target.row + query_panel * PANEL, 8), PANEL)
-                to = self.inputs.dq.at[target.head, panel, rows]
+                rows = pl.ds(pl.multiple_of(pending_dq.row + query_panel * PANEL, 8), PANEL)
+                to = self.inputs.dq.at[pending_dq.head, panel, rows]
                 if self.spec.is_interpreted:
                     to[...] = plgpu.load(to, layout=WGMMA, optimized=False) + dq_block
                 else:
@@ -458,7 +457,7 @@ class DkDvMainloop:
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
         dv = tuple(acc.astype(dtype) for acc in sums.dv)
 
-        def store(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
+        def store_grad(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
             (swizzled,), (plain,) = both_views
             first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS
             begin, end = (
@@ -476,13 +475,15 @@ class DkDvMainloop:
 
         computes, outputs = self.spec.computes, self.outputs
         if computes.dk and computes.dv:
-            store(outputs.dv, self.smem.value_and_dv, dv)
+            store_grad(outputs.dv, self.smem.value_and_dv, dv)
         if self.spec.sizes.team_size > 1:
             # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
             plgpu.barrier_arrive(self.barriers.kv_products_issued)
             plgpu.barrier_wait(self.barriers.kv_products_issued)
-        last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
-        store(last[0], self.smem.key_and_dk, last[1])
+        if computes.dk:
+            store_grad(outputs.dk, self.smem.key_and_dk, dk)
+        else:
+            store_grad(outputs.dv, self.smem.key_and_dk, dv)
 
     def _clear_keys(self, work_tile: DkDvWorkTile) -> None:
         """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""

@@ -15,6 +15,7 @@ from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
 from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvWorkTile
+from pallas_kernels.varlen_backward.refs import DELTA, LSE
 from pallas_kernels.varlen_backward.schedule import visible_query_range
 from pallas_kernels.varlen_prefill import PairTile
 from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, LoadedMask, join_half_words
@@ -209,17 +210,21 @@ class DkDvScores:
             lookups = self.score_mod.load(score_tile, with_derivative=True, finds_uniform=False)
         return LoadedScoreData(mask, lookups)
 
-    def row_stats(self, stats_s: Ref, index: int, tile: QueryTile) -> Columns:
-        """Return the LSE (index 0) or delta (1) of each query, from shared memory [2, tile_q].
+    def lse(self, stats_s: Ref, tile: QueryTile) -> Columns:
+        """Return the base-2 LSE of each query, from shared memory [2, tile_q].
 
         Call it before issuing the product that its use overlaps with: a load from shared memory waits for all
         products that were issued before it.
         """
-        stats = plgpu.load(stats_s.at[index], layout=COLUMN, optimized=False)
-        if index or tile.slope is None or self.spec.score.sqrt_alibi or self.score_mod is not None:
-            return stats
+        lse = plgpu.load(stats_s.at[LSE], layout=COLUMN, optimized=False)
+        if tile.slope is None or self.spec.score.sqrt_alibi or self.score_mod is not None:
+            return lse
         # The query's part of a linear ALiBi bias, -slope * column, is subtracted together with the LSE.
-        return stats + self._column_indices() * tile.slope
+        return lse + self._column_indices() * tile.slope
+
+    def delta(self, stats_s: Ref) -> Columns:
+        """Return delta of each query, from shared memory [2, tile_q]; call it early, like `lse`."""
+        return plgpu.load(stats_s.at[DELTA], layout=COLUMN, optimized=False)
 
     def probabilities(
         self, s: Tile, lse: Columns, tile: QueryTile, loaded: LoadedScoreData
@@ -228,7 +233,7 @@ class DkDvScores:
 
         Args:
             s: Transposed scores K Q^T, not scaled, f32 [64, tile_q].
-            lse: Base-2 log-sum-exp of each query, from `row_stats` with index 0.
+            lse: Base-2 log-sum-exp of each query, from `lse`.
             tile: Query tile.
             loaded: Result of `load` for this tile.
         """
@@ -250,8 +255,8 @@ class DkDvScores:
         p = p if self.spec.sizes.per_warp_mma else p.astype(self.spec.dtype)
         return TileProbabilities(p, weight, tile.is_masked)
 
-    def gradients(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
-        """Return dS without the softmax scale; `delta` comes from `row_stats` with index 1."""
+    def ds(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
+        """Return dS without the softmax scale."""
         ds = probabilities.weight * (dp - self._broadcast_columns(delta))
         if not probabilities.is_masked:
             return ds

@@ -13,9 +13,9 @@ from pallas_kernels.shared.layouts import WARPGROUP_ROWS
 from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar, Slice
+from pallas_kernels.varlen_backward.refs import NUM_ROW_STATS
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
 
-NUM_ROW_STATS = 2  # statistics of a query row that the dk/dv kernel reads: LSE and delta
 # Buffers for dS in shared memory: one warpgroup may be a step ahead of the other.
 DS_BUFFERS = 2
 

@@ -13,7 +13,7 @@ from pallas_kernels.shared.types import Ref, Scalar, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
-from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_backward.refs import DELTA, GRAD_LSE, LSE, NUM_ROW_STATS, DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import ValueTiles
@@ -131,7 +131,7 @@ class DqMainloop:
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
         first, operands = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.operands(rows, buffer)
-        ds = self.score_grads(first, operands, row_stats, step + begin, is_first=True)
+        ds = self.compute_ds(first, operands, row_stats, step + begin, is_first=True)
         state = DqState(zero_accumulators(self.spec), ds.astype(self.spec.dtype))
 
         def compute_tiles(first: Scalar, end: Scalar, ends: MaskedEnds, state: DqState) -> DqState:
@@ -181,13 +181,13 @@ class DqMainloop:
         if spec.is_interpreted or spec.shape.head.padded_dim > 192:
             # Heads of 256 leave no registers for dS beside the next S and dP: complete dQ before S.
             sums = self.add_dq(state, step - 1)
-            ds = self.score_grads(tile, operands, row_stats, step)
+            ds = self.compute_ds(tile, operands, row_stats, step)
             return DqState(sums, ds.astype(spec.dtype))
         previous = self.pipeline.stage(step - 1)
 
         def overlap(refs: Any) -> None:
             sum_refs, ds_ref = refs
-            ds_ref[...] = self.score_grads(
+            ds_ref[...] = self.compute_ds(
                 tile, operands, row_stats, step, sum_refs=sum_refs, last_ds=state.ds, last_stage=previous
             )
 
@@ -200,7 +200,7 @@ class DqMainloop:
         plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
         return DqState(tuple(sums), ds.astype(spec.dtype))
 
-    def score_grads(
+    def compute_ds(
         self,
         tile: KvTile,
         operands: DqOperands,
@@ -255,7 +255,7 @@ class DqMainloop:
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_more))
             # Release the values: dP has read them.
             plgpu.barrier_arrive(values.free.at[value_stage])
-            return self.scores.gradients(weights, dp, row_stats, tile)
+            return self.scores.ds(weights, dp, row_stats, tile)
 
         if not self.spec.is_interpreted:
             return pl.run_scoped(products, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
@@ -264,7 +264,7 @@ class DqMainloop:
         plgpu.barrier_wait(values.full.at[value_stage])
         dp = run_mma(self.spec.s_shape, issue_dp)
         plgpu.barrier_arrive(values.free.at[value_stage])
-        return self.scores.gradients(weights, dp, row_stats, tile)
+        return self.scores.ds(weights, dp, row_stats, tile)
 
     def add_dq(self, state: DqState, step: Scalar) -> tuple[Tile, ...]:
         """Return the sums with dS K of the last tile, whose keys are those of `step`."""
@@ -329,11 +329,11 @@ class DqMainloop:
         stats_g = self.inputs.row_stats
         work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * WARPGROUP_ROWS
 
-        lse = load_row_stat(stats_g, rows, 0)
+        lse = load_row_stat(stats_g, rows, LSE)
         if self.inputs.out is None:
-            return RowStats(lse, load_row_stat(stats_g, rows, 1))
+            return RowStats(lse, load_row_stat(stats_g, rows, DELTA))
         # Load before computing delta, so that the loads are in flight meanwhile.
-        grad_lse = 0.0 if stats_g.shape[1] == 2 else load_row_stat(stats_g, rows, 2)
+        grad_lse = 0.0 if stats_g.shape[1] == NUM_ROW_STATS else load_row_stat(stats_g, rows, GRAD_LSE)
         delta = self.compute_delta(self.operands(rows, buffer), output_step) - grad_lse
-        stats_g[work_tile.head, 1, pl.ds(first, WARPGROUP_ROWS)] = delta
+        stats_g[work_tile.head, DELTA, pl.ds(first, WARPGROUP_ROWS)] = delta
         return RowStats(lse, delta)

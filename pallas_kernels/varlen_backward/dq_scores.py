@@ -97,7 +97,7 @@ class DqScores:
         p = jnp.exp2(self.masking.apply(tile, loaded.mask, y))
         return score_weight(p, tanh, derivative, self.score_mod)
 
-    def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
+    def ds(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
         """Return dS without the scale; dP may be NaN for invisible keys."""
         ds = weights * (dp - self._broadcast_rows(row_stats.delta))
         if tile.masked_ends is MaskedEnds.NONE:

@@ -12,6 +12,9 @@ from pallas_kernels.shared.types import Barriers, Ref
 from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill import spec as prefill
 
+LSE, DELTA, GRAD_LSE = range(3)  # indices of row statistics; see DkDvInputs.row_stats
+NUM_ROW_STATS = 2  # row statistics that the dk/dv kernel reads: LSE and delta
+
 
 class QueryListRefs(NamedTuple):
     """Lists of the query tiles that each work tile visits: fields of BackwardTileLists."""
@@ -46,7 +49,8 @@ class DkDvInputs(NamedTuple):
         key: Keys [kv_tokens, kv_heads, head_dim], or [..., chunks, chunk] like the queries.
         value: Values, like `key`.
         dout: Gradient of the output, like `query`.
-        row_stats: Base-2 LSE, and delta (the row sum of O * dO, minus dLSE), f32 [q_heads, 2, tokens].
+        row_stats: Base-2 LSE (index LSE), and the row sum of O * dO minus dLSE (index DELTA), f32 [q_heads,
+            2, tokens].
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         schedule: Work tiles, built by make_schedule.
         mask: Mask of the partial tiles of the tile lists, or None.
@@ -180,8 +184,8 @@ class DqInputs(NamedTuple):
             LSE contains them.
         dout: Gradient of the output, like the queries.
         row_stats: Row statistics, see DkDvInputs, with at least 64 more rows than tokens.
-        out: Output of attention, like the queries, if this kernel computes delta (the second row of
-            `row_stats`) from it. The third row of `row_stats` is then dLSE, if there is one. Otherwise None.
+        out: Output of attention, like the queries, if this kernel computes delta from it and stores it in
+            `row_stats`, which then has dLSE at index GRAD_LSE, if there is one. Otherwise None.
     """
 
     attention: prefill.PrefillInputs

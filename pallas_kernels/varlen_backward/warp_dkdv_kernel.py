@@ -182,7 +182,7 @@ class WarpDkDvMainloop:
         dk, dv = sums
         if not computes.dk:
             s = multiply_chunks(smem.key.at[rank], queries_s, is_interpreted=self.spec.is_interpreted)
-            p = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded).p
+            p = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded).p
             pipeline.wait_second(tile, stage, next_step)
             self.clear_queries(tile, dout_s)
             return DkDvSums(dk, self.add_product(dv, p, dout_s))
@@ -192,8 +192,8 @@ class WarpDkDvMainloop:
         pipeline.wait_second(tile, stage, next_step)
         self.clear_queries(tile, queries_s)
         s = multiply_chunks(smem.key.at[rank], queries_s, is_interpreted=self.spec.is_interpreted)
-        probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
-        ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile))
+        probabilities = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded)
+        ds = scores.ds(probabilities, dp, scores.delta(stats_s))
         if computes.dv:
             dv = self.add_product(dv, probabilities.p, dout_s)
         pipeline.release_first(tile, stage, next_step)

@@ -26,7 +26,7 @@ from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dq_loader import has_wide_heads
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats, load_row_stat
-from pallas_kernels.varlen_backward.refs import DqInputs, WarpDqSmem
+from pallas_kernels.varlen_backward.refs import DELTA, LSE, DqInputs, WarpDqSmem
 from pallas_kernels.varlen_prefill.epilogue import valid_rows
 from pallas_kernels.varlen_prefill.masking import clear_invisible_values
 from pallas_kernels.varlen_prefill.softmax import zero_accumulators
@@ -111,7 +111,7 @@ class WarpDqMainloop:
         """Return dq of the rows without the softmax scale; `loads` is the pipeline's state after `start`."""
         work_tile, has_lists, has_window = rows.work_tile, self.spec.has_lists, self.spec.has_window
         begin, full_begin, full_end, end = rows.kv_tile_range()
-        row_stats = RowStats(*(load_row_stat(self.inputs.row_stats, rows, index) for index in (0, 1)))
+        row_stats = RowStats(*(load_row_stat(self.inputs.row_stats, rows, index) for index in (LSE, DELTA)))
         if has_window:
             loads = self.pipeline.skip(work_tile, jnp.int32(0), begin, loads)
         state = WarpDqState(zero_accumulators(self.spec), loads)
@@ -164,7 +164,7 @@ class WarpDqMainloop:
         loads = self.pipeline.wait_second(work_tile, i, state.loads)
         s = multiply_chunks(smem.query.at[rank], keys_s, is_interpreted=self.spec.is_interpreted)
         weights = scores.weights(s, row_stats, tile, loaded)
-        ds = scores.gradients(weights, dp, row_stats, tile)
+        ds = scores.ds(weights, dp, row_stats, tile)
         self.clear_keys(tile, keys_s)
         sums = tuple(
             multiply_registers(acc, ds, keys_s.at[chunk], is_interpreted=self.spec.is_interpreted)
