@@ -46,7 +46,13 @@ from pallas_kernels.varlen_backward.refs import (
     DqInputs,
     QueryListRefs,
 )
-from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
+from pallas_kernels.varlen_backward.schedule import (
+    BackwardSchedule,
+    BackwardScheduleKey,
+    make_schedule,
+    max_tiles,
+    schedule_key,
+)
 from pallas_kernels.varlen_backward.sizes import (
     BackwardSizes,
     check_head_dim,
@@ -167,33 +173,20 @@ def varlen_backward(
             head_dim=head_dim, score=score, sizes=sizes, num_tokens=tokens,
         )  # fmt: skip
     needed = schedule_key(kv_tokens, kv_heads, score, sizes, tokens)
-    require_built_for("schedule", schedule.built_for, needed)
-    rows, meaning = max_tiles(kv_tokens, reqs, sizes.tile_kv), f"{kv_tokens} keys of {reqs} requests"
-    require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
-    query_block_size = dq_block_size = None
-    if lists is not None:
-        query_block_size = lists.built_for.list_block_size
-        allowed = None, *list_block_sizes(sizes)
-        require_one_of("lists.built_for.list_block_size", query_block_size, allowed)
-        needed = dataclasses.replace(needed, list_block_size=query_block_size)
-        require_built_for("lists", lists.built_for, needed)
-        meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
-        require_shape("lists.order", lists.order.shape, (rows * kv_heads * sizes.list_splits,), meaning)
-        require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), meaning)
-        if lists.dq_lists is not None and schedule.dq_schedule is not None:
-            dq_block_size = lists.dq_lists.built_for.list_block_size
-            dq_key = dataclasses.replace(schedule.dq_schedule.built_for, list_block_size=dq_block_size)
-            require_built_for("lists.dq_lists", lists.dq_lists.built_for, dq_key)
-            rows = schedule.dq_schedule.table.shape[0] * q_heads
-            meaning = f"tiles of {tokens} queries, {q_heads} heads"
-            require_shape("lists.dq_lists", lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
+    check_prebuilt(schedule, lists, needed, reqs=reqs, q_heads=q_heads)
     spec = DkDvSpec(
-        kv_heads=kv_heads, group=q_heads // kv_heads,
+        kv_heads=kv_heads,
+        group=q_heads // kv_heads,
         head=head_chunks(head_dim) if sizes.per_warp_mma else head_panels(head_dim),
-        score=score, sizes=sizes, dtype=query.dtype, has_alibi=alibi_slopes is not None,
-        has_lists=lists is not None, list_block_size=query_block_size,
-        computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
-    )  # fmt: skip
+        score=score,
+        sizes=sizes,
+        dtype=query.dtype,
+        computes=ComputedGrads(dk=True, dv=True),
+        has_alibi=alibi_slopes is not None,
+        has_lists=lists is not None,
+        list_block_size=None if lists is None else lists.built_for.list_block_size,
+        interpret=interpret,
+    )
 
     # Reshape the arrays.
     order, list_refs = schedule.order, None
@@ -204,21 +197,19 @@ def varlen_backward(
         dq_rows = tokens + -tokens % ALIGN + sizes.tile_q
         dq_sum = jnp.zeros((q_heads, spec.num_head_panels, dq_rows, PANEL), jnp.float32)
 
-    # Copies by cp.async, unlike those by TMA, read an array of any number of rows in place.
-    if sizes.per_warp_mma:
-        query_rows, dout_rows, key_rows, value_rows = (
-            TokenRows(copy_if_unaligned(x)) for x in (query, grad_out, key, value)
-        )
-    else:
-        # All kernels share the tails, which are as large as the largest tile.
-        max_kv_rows = PANEL if sizes.dq_sizes is None else max(PANEL, sizes.dq_sizes.tile_kv)
-        query_rows, dout_rows = (split_tail(x, sizes.tile_q) for x in (query, grad_out))
-        key_rows, value_rows = (split_tail(x, max_kv_rows) for x in (key, value))
+    # All kernels share the tails, which are as large as the largest tile.
+    max_kv_rows = PANEL if sizes.dq_sizes is None else max(PANEL, sizes.dq_sizes.tile_kv)
+
+    def token_rows(x: Array, max_rows: int) -> TokenRows:
+        # Copies by cp.async, unlike those by TMA, read an array of any number of rows in place.
+        rows = TokenRows(copy_if_unaligned(x)) if sizes.per_warp_mma else split_tail(x, max_rows)
+        return spec.head.split_rows(rows)
+
     inputs = DkDvInputs(
-        query=spec.head.split_rows(query_rows),
-        key=spec.head.split_rows(key_rows),
-        value=spec.head.split_rows(value_rows),
-        dout=spec.head.split_rows(dout_rows),
+        query=token_rows(query, sizes.tile_q),
+        key=token_rows(key, max_kv_rows),
+        value=token_rows(value, max_kv_rows),
+        dout=token_rows(grad_out, sizes.tile_q),
         row_stats=make_row_stats(out, lse, grad_out, grad_lse, spec),
         slopes=in_log2(alibi_slopes),
         schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
@@ -239,46 +230,15 @@ def varlen_backward(
         dq = dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
     else:
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
-        assert schedule.dq_schedule is not None
-        assert sizes.dq_sizes is not None
-        group_heads = heads_per_l2_group(
-            q_heads, kv_heads, kv_bytes=4 * kv_tokens * head_dim, rows=len(schedule.dq_schedule.table),
-            sizes=sizes.dq_sizes,
-        )  # fmt: skip
-        head = head_chunks(head_dim)
-        shape = PrefillShape(
-            q_heads=q_heads,
-            group=spec.group,
-            head=head,
-            cache_tiling=None,
-            heads_per_l2_group=group_heads,
-            list_block_size=dq_block_size,
-        )
-        dq_spec = PrefillSpec(
-            shape=shape, score=score, sizes=sizes.dq_sizes, dtype=spec.dtype,
-            has_lists=spec.has_lists, has_alibi=spec.has_alibi, has_score_mod=score_mod is not None,
-            returns_lse=False, interpret=interpret,
-        )  # fmt: skip
-
-        k, v = head.split_rows(key_rows), head.split_rows(value_rows)
-        attention = PrefillInputs(
-            query=head.split_rows(query_rows),
-            kv=KvRefs(k.rows, v.rows, None, k_tail=k.tail, v_tail=v.tail),
-            slopes=inputs.slopes,
-            sinks=None,
-            schedule=schedule_refs(schedule.dq_schedule, None if lists is None else lists.dq_lists),
-            mask=None if mask is None else mask.dq_mask,
-            score_mod=score_mod,
-        )
-        dq_out = head.split_rows(split_tail(out, sizes.tile_q)) if sizes.fuses_delta else None
-        dq_inputs = DqInputs(attention, head.split_rows(dout_rows), inputs.row_stats, dq_out)
+        out_rows = token_rows(out, sizes.tile_q) if sizes.fuses_delta else None
+        dq_inputs, dq_spec = make_dq_call(inputs, out_rows, spec, schedule, lists, mask)
 
         def run(row_stats: Any) -> Any:
             return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec, tokens)
 
         row_stats = inputs.row_stats
         if sizes.fuses_delta:
-            dq_type = jax.ShapeDtypeStruct((tokens, *attention.query.rows.shape[1:]), query.dtype)
+            dq_type = jax.ShapeDtypeStruct((tokens, *inputs.query.rows.shape[1:]), query.dtype)
             dq, row_stats = _run_with_ref(run, row_stats, dq_type)
         else:
             dq = run(row_stats)
@@ -286,6 +246,39 @@ def varlen_backward(
     if sizes.list_splits > 1:
         outputs = DkDvOutputs(*(_sum_splits(x, sizes.list_splits) for x in outputs))
     return dq.reshape(query.shape), outputs.dk.reshape(key.shape), outputs.dv.reshape(value.shape)
+
+
+def check_prebuilt(
+    schedule: BackwardSchedule,
+    lists: BackwardTileLists | None,
+    needed: BackwardScheduleKey,
+    *,
+    reqs: int,
+    q_heads: int,
+) -> None:
+    """Raise ValueError if the schedule or the lists were built for another call than the one of `needed`."""
+    require_built_for("schedule", schedule.built_for, needed)
+    num_tiles, kv_heads = max_tiles(needed.kv_tokens, reqs, needed.sizes.tile_kv), needed.kv_heads
+    meaning = f"{needed.kv_tokens} keys of {reqs} requests"
+    require_shape("schedule.table", schedule.table.shape, (num_tiles, TABLE_WIDTH), meaning)
+    if lists is None:
+        return
+    list_block_size = lists.built_for.list_block_size
+    allowed = None, *list_block_sizes(needed.sizes)
+    require_one_of("lists.built_for.list_block_size", list_block_size, allowed)
+    lists_key = dataclasses.replace(needed, list_block_size=list_block_size)
+    require_built_for("lists", lists.built_for, lists_key)
+    meaning = f"{num_tiles} key tiles, {q_heads} query heads, {kv_heads} KV heads"
+    num_work_tiles = num_tiles * kv_heads * needed.sizes.list_splits
+    require_shape("lists.order", lists.order.shape, (num_work_tiles,), meaning)
+    require_shape("lists.entries", lists.entries.shape[:1], (num_tiles * q_heads,), meaning)
+    if lists.dq_lists is not None and schedule.dq_schedule is not None:
+        list_block_size = lists.dq_lists.built_for.list_block_size
+        dq_key = dataclasses.replace(schedule.dq_schedule.built_for, list_block_size=list_block_size)
+        require_built_for("lists.dq_lists", lists.dq_lists.built_for, dq_key)
+        shape = schedule.dq_schedule.table.shape[0] * q_heads, TABLE_WIDTH
+        meaning = f"tiles of {needed.num_tokens} queries, {q_heads} heads"
+        require_shape("lists.dq_lists", lists.dq_lists.table.shape, shape, meaning)
 
 
 def check_dq(
@@ -342,6 +335,58 @@ def make_row_stats(out: Array, lse: Array, grad_out: Array, grad_lse: Array | No
         rows = [lse_log2, delta if grad_lse is None else delta - grad_lse.astype(jnp.float32)]
     # Unlike the arrays of tokens, these small rows are padded: TMA requires a multiple of 16 bytes per row.
     return pad_tokens(jnp.stack(rows, axis=1), axis=2, extra=extra)
+
+
+def make_dq_call(
+    inputs: DkDvInputs,
+    out: TokenRows | None,
+    spec: DkDvSpec,
+    schedule: BackwardSchedule,
+    lists: BackwardTileLists | None,
+    mask: BackwardMask | None,
+) -> tuple[DqInputs, PrefillSpec]:
+    """Return the arrays and the static description of the dq kernel.
+
+    Args:
+        inputs: Arrays of the dk/dv kernel.
+        out: Output of attention if the dq kernel computes delta, else None.
+        spec: Static description of the dk/dv kernel.
+        schedule: Schedule of the call.
+        lists: Lists of the call, or None.
+        mask: Mask of the call, or None.
+    """
+    dq_sizes, dq_schedule = spec.sizes.dq_sizes, schedule.dq_schedule
+    assert dq_sizes is not None
+    assert dq_schedule is not None
+    dq_lists = None if lists is None else lists.dq_lists
+    q_heads, head_dim = spec.kv_heads * spec.group, spec.head.num_chunks * spec.head.chunk_dim
+    kv_bytes = 4 * schedule.built_for.kv_tokens * head_dim
+    shape = PrefillShape(
+        q_heads=q_heads,
+        group=spec.group,
+        head=head_chunks(head_dim),
+        cache_tiling=None,
+        heads_per_l2_group=heads_per_l2_group(
+            q_heads, spec.kv_heads, kv_bytes=kv_bytes, rows=len(dq_schedule.table), sizes=dq_sizes
+        ),
+        list_block_size=None if dq_lists is None else dq_lists.built_for.list_block_size,
+    )
+    dq_spec = PrefillSpec(
+        shape=shape, score=spec.score, sizes=dq_sizes, dtype=spec.dtype, has_lists=spec.has_lists,
+        has_alibi=spec.has_alibi, has_score_mod=inputs.score_mod is not None, returns_lse=False,
+        interpret=spec.interpret,
+    )  # fmt: skip
+    k, v = inputs.key, inputs.value
+    attention = PrefillInputs(
+        query=inputs.query,
+        kv=KvRefs(k.rows, v.rows, None, k_tail=k.tail, v_tail=v.tail),
+        slopes=inputs.slopes,
+        sinks=None,
+        schedule=schedule_refs(dq_schedule, dq_lists),
+        mask=None if mask is None else mask.dq_mask,
+        score_mod=inputs.score_mod,
+    )
+    return DqInputs(attention, inputs.dout, inputs.row_stats, out), dq_spec
 
 
 def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:
