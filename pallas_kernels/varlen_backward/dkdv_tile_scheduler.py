@@ -118,7 +118,7 @@ class DkDvWorkTile:
         num_masked = num_first + num_last
         num_full = self["num_query_tiles"] - num_masked
         index = jnp.where(i < num_first, i, jnp.where(i < num_masked, i + num_full, i - num_last))
-        return self["first_tile"] + index
+        return self["first_query_tile"] + index
 
     def query_row(self, run: Scalar) -> Scalar:
         """Return the row, in the array of queries, of the first query of a tile or run of queries."""

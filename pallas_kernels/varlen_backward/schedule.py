@@ -19,7 +19,7 @@ from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 # Of the query tiles that attend to a key tile, those at both ends may be partial.
 COLUMNS = (
     "req",
-    "number",  # index of the tile in its request
+    "kv_tile",  # index of the tile in its request
     "first_key_row",
     "begin",  # first valid row of the tile, relative to first_key_row
     "end",  # one past the last valid row, relative to first_key_row
@@ -30,7 +30,7 @@ COLUMNS = (
     "query_position",  # position of first_query_row in its request
     "first_position",  # position of the request's first query
     "end_position",  # one past the position of the request's last query
-    "first_tile",  # first query tile that attends to a key
+    "first_query_tile",  # first query tile that attends to a key
     "num_partial_first",  # number of partial query tiles at the start
     "num_partial_last",  # number of partial query tiles at the end
     "num_query_tiles",
@@ -69,7 +69,7 @@ class BackwardSchedule(NamedTuple):
     Attributes:
         table: One row per key tile, in token order; COLUMNS are its columns. Rows from `num_valid` on are 0.
         num_valid: Number of key tiles.
-        sets: L2 set of each work tile (a key tile and a KV head). Work tiles of a set read the same or
+        l2_sets: L2 set of each work tile (a key tile and a KV head). Work tiles of a set read the same or
             adjacent queries, which fit in L2 together.
         order: Work tiles in processing order without lists, each as `tile * kv_heads + kv_head`.
         dq_schedule: Schedule of the dq kernel, or None.
@@ -78,7 +78,7 @@ class BackwardSchedule(NamedTuple):
 
     table: Int32[Array, "tiles columns"]
     num_valid: Int32[Array, " 1"]
-    sets: Int32[Array, " work_tiles"]
+    l2_sets: Int32[Array, " work_tiles"]
     order: Int32[Array, " work_tiles"]
     dq_schedule: PrefillSchedule | None
     built_for: BackwardScheduleKey
@@ -129,44 +129,46 @@ def make_schedule(
     reqs, tile_kv = seq_lens.shape[0], sizes.tile_kv
     starts, keys = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
     kv_starts = kv_start_loc.astype(jnp.int32)
+    # The tiles of a request cover the rows from its first key, rounded down, to the next request's.
     store_ends = jnp.concatenate([kv_starts[1:], jnp.full((1,), kv_tokens, jnp.int32)])
-    aligned = kv_starts // ALIGN * ALIGN
-    counts = jnp.where(store_ends > kv_starts, (store_ends - aligned + tile_kv - 1) // tile_kv, 0)
-    last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
-    number = jnp.arange(max_tiles(kv_tokens, reqs, tile_kv), dtype=jnp.int32)
-    req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
+    first_rows = kv_starts // ALIGN * ALIGN
+    num_tiles = jnp.where(store_ends > kv_starts, (store_ends - first_rows + tile_kv - 1) // tile_kv, 0)
+    end_tiles = jnp.cumsum(num_tiles, dtype=jnp.int32)
+    tile = jnp.arange(max_tiles(kv_tokens, reqs, tile_kv), dtype=jnp.int32)
+    req = (end_tiles[None, :] <= tile[:, None]).sum(axis=1, dtype=jnp.int32)
     is_valid = req < reqs
     req = jnp.minimum(req, reqs - 1)
-    index = number - (last_tiles - counts)[req]
-    first_key_row = aligned[req] + index * tile_kv
+    kv_tile = tile - (end_tiles - num_tiles)[req]
+    first_key_row = first_rows[req] + kv_tile * tile_kv
 
     def in_tile(row: Int[Array, " reqs"]) -> Int[Array, " tiles"]:
         return jnp.clip(row[req] - first_key_row, 0, tile_kv)
 
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
+    # A request's query tiles start at its first query, rounded down.
     end_position = keys * score.rows_per_token
     first_position = end_position - (starts[1:] - starts[:-1])
     alignment_offset = starts[:-1] % ALIGN
     query_position = first_position - alignment_offset
-    tiles = visible_query_tiles(
+    query_tiles = visible_query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < tile_kv,
         bounds=(first_position[req], end_position[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
     columns = [
-        req, index, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
+        req, kv_tile, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
         (starts[:-1] - alignment_offset)[req], query_position[req], first_position[req], end_position[req],
-        *tiles,
+        *query_tiles,
     ]  # fmt: skip
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     table = jnp.where(is_valid[:, None], table, 0)
-    sets = _l2_sets(table, kv_heads, head_dim, sizes)
+    l2_sets = _l2_sets(table, kv_heads, head_dim, sizes)
     lengths = jnp.repeat(table[:, COLUMNS.index("num_query_tiles")], kv_heads)
-    order = order_work_tiles(lengths, sets, last_tiles[-1:] * kv_heads)
+    order = order_work_tiles(lengths, l2_sets, end_tiles[-1:] * kv_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
     dq_schedule = _dq_schedule(lens, score, sizes, num_tokens, has_lists=has_lists)
     built_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
-    return BackwardSchedule(table, last_tiles[-1:], sets, order, dq_schedule, built_for)
+    return BackwardSchedule(table, end_tiles[-1:], l2_sets, order, dq_schedule, built_for)
 
 
 def _dq_schedule(
@@ -206,7 +208,7 @@ def _l2_sets(
 
 
 def order_work_tiles(
-    lengths: Int32[Array, " work_tiles"], sets: Int32[Array, " work_tiles"], num_valid: Int32[Array, " 1"]
+    lengths: Int32[Array, " work_tiles"], l2_sets: Int32[Array, " work_tiles"], num_valid: Int32[Array, " 1"]
 ) -> Int32[Array, " work_tiles"]:
     """Return the work tiles in processing order: set by set, and within a set the longest first.
 
@@ -215,21 +217,21 @@ def order_work_tiles(
 
     Args:
         lengths: Number of steps of each work tile.
-        sets: L2 set of each work tile.
+        l2_sets: L2 set of each work tile.
         num_valid: Number of valid work tiles; invalid ones come last.
     """
-    number = jnp.arange(len(lengths), dtype=jnp.int32)
-    is_valid = number < num_valid
+    work_tile = jnp.arange(len(lengths), dtype=jnp.int32)
+    is_valid = work_tile < num_valid
     lengths = jnp.where(is_valid, jnp.minimum(lengths, MAX_LENGTH), 0)
-    sets = jnp.minimum(sets, MAX_SETS - 1)
+    l2_sets = jnp.minimum(l2_sets, MAX_SETS - 1)
     work = lengths.astype(jnp.float32)
-    from_end = lengths * MAX_SETS + (MAX_SETS - 1 - sets)
+    from_end = lengths * MAX_SETS + (MAX_SETS - 1 - l2_sets)
     comes_later = sorts_before(from_end[None, ::-1])[0, ::-1, ::-1]  # of equal keys, the last one sorts first
     work_from_end = work + jnp.where(comes_later, work[None, :], 0.0).sum(axis=1)
     is_tail = work_from_end <= work.sum() * TAIL_FRACTION
-    group = jnp.where(is_tail, MAX_SETS, sets)
-    keys = jnp.where(is_valid, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
-    return jnp.zeros_like(number).at[sort_ranks(keys[None])[0]].set(number)
+    group = jnp.where(is_tail, MAX_SETS, l2_sets)
+    sort_keys = jnp.where(is_valid, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
+    return jnp.zeros_like(work_tile).at[sort_ranks(sort_keys[None])[0]].set(work_tile)
 
 
 def visible_query_range(
@@ -287,7 +289,7 @@ def visible_query_tiles(
         tile_q: Queries per query tile. Static.
 
     Returns:
-        The columns first_tile, num_partial_first, num_partial_last and num_query_tiles of the table.
+        The columns first_query_tile, num_partial_first, num_partial_last and num_query_tiles of the table.
     """
     first_query, end_full_query = visible_query_range(score, first_key, *bounds)
     begin_full_query, end_query = visible_query_range(score, last_key, *bounds)

@@ -104,7 +104,8 @@ def make_tile_lists(
     listed = listed._replace(entries=listed.entries - jnp.repeat(first_tiles, heads)[:, None])
     num_steps = -(-(listed.num_partial + listed.num_full) // (sizes.tile_q // num_queries))
     lengths = num_steps.reshape(tiles * kv_heads, -1).sum(axis=1).astype(jnp.int32)
-    order, splits = order_work_tiles(lengths, schedule.sets, schedule.num_valid * kv_heads), sizes.list_splits
+    order = order_work_tiles(lengths, schedule.l2_sets, schedule.num_valid * kv_heads)
+    splits = sizes.list_splits
     if splits > 1:  # the splits of a list, which have equal lengths, are adjacent
         order = (order[:, None] * splits + jnp.arange(splits, dtype=jnp.int32)[None, :]).reshape(-1)
     built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
@@ -120,8 +121,8 @@ def _transpose_codes(
     schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes, num_queries: int
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Return a code for each pair of a key tile and a tile of `num_queries` queries, of any request."""
-    num, num_keys, max_number = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
-    by_number = codes.transpose(2, 1, 0)
+    num, num_keys, last_kv_tile = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
+    by_kv_tile = codes.transpose(2, 1, 0)
 
     def column(name: str) -> Int[Array, "key_tiles 1"]:
         return schedule.table[:, COLUMNS.index(name)][:, None]
@@ -134,10 +135,10 @@ def _transpose_codes(
 
     def coverage(begin: int) -> tuple[Array, Array]:
         """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""
-        number = (column("number") * sizes.tile_kv + begin) // num_keys
-        exists = in_request & (number <= max_number)
+        kv_tile = (column("kv_tile") * sizes.tile_kv + begin) // num_keys
+        exists = in_request & (kv_tile <= last_kv_tile)
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
-        tile_codes = by_number[jnp.minimum(number[:, 0], max_number)]
+        tile_codes = by_kv_tile[jnp.minimum(kv_tile[:, 0], last_kv_tile)]
         is_visible = (tile_codes & (1 << VISIBLE_BIT) != 0) & exists[:, None, :]
         is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys)[:, None, :]
         return is_visible, is_full

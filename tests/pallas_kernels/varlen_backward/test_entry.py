@@ -250,7 +250,7 @@ class TestSchedule:
                     continue
                 live = slice(max(first_key, 0), first_key + row["end"])
                 for i in range(row["num_query_tiles"]):
-                    first = row["first_query_row"] + (row["first_tile"] + i) * tile_q - starts[r]
+                    first = row["first_query_row"] + (row["first_query_tile"] + i) * tile_q - starts[r]
                     queries = slice(max(first, 0), max(first + tile_q, 0))
                     assert not covered[queries, live].any()
                     covered[queries, live] = True
@@ -290,7 +290,8 @@ class TestSchedule:
         starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
         make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
-        sets_of = lambda l2_bytes: make(sizes=BackwardSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        schedule_of = lambda l2_bytes: make(sizes=BackwardSizes(l2_bytes=l2_bytes))
+        sets_of = lambda l2_bytes: schedule_of(l2_bytes).l2_sets.reshape(-1, 2).tolist()
         first, second = [0, 1], [2, 3]
         assert sets_of(512_000)[:16] == [first] * 8 + [second] * 8
         assert sets_of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8

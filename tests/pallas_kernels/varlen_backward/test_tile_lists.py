@@ -351,7 +351,7 @@ class TestLists:
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
         lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
-        numbers = schedule.table[:, COLUMNS.index("number")].tolist()
+        numbers = schedule.table[:, COLUMNS.index("kv_tile")].tolist()
         entries = {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
@@ -371,7 +371,7 @@ class TestLists:
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
         lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
-        numbers, entries_by_number = schedule.table[:, COLUMNS.index("number")].tolist(), {}
+        numbers, entries_by_number = schedule.table[:, COLUMNS.index("kv_tile")].tolist(), {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
             entries = lists.entries[row, : partial + full].tolist()
