@@ -35,6 +35,22 @@ class DqOperands(NamedTuple):
     dout: Ref
 
 
+class DqRows(NamedTuple):
+    """A warpgroup's query rows of a work tile.
+
+    Attributes:
+        rows: Query rows.
+        stats: Statistics of each row.
+        buffer: Index of the buffer that holds their queries and dO.
+        first_step: Pipeline step of the work tile's first KV tile.
+    """
+
+    rows: QueryRows
+    stats: RowStats
+    buffer: Scalar
+    first_step: Scalar
+
+
 class DqState(NamedTuple):
     """State of a warpgroup between two KV tiles.
 
@@ -124,19 +140,19 @@ class DqMainloop:
     def compute_dq(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
         """Return dq of the rows without the softmax scale; see compute_work_tile for the arguments."""
         begin, full_begin, full_end, end = rows.kv_tile_range()
-        output_step, step = step, step + self.inputs.num_output_steps
-        row_stats = self.load_row_stats(rows, buffer, output_step)
+        first_step = step + self.inputs.num_output_steps
+        row_stats = self.load_row_stats(rows, buffer, output_step=step)
+        dq_rows = DqRows(rows, row_stats, buffer, first_step)
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         # Release tiles that are only for the other warpgroup: first those before these rows' tiles.
         if has_window and not has_lists:
-            self.pipeline.skip(step, jnp.int32(0), begin)
+            self.pipeline.skip(first_step, jnp.int32(0), begin)
         first, operands = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.operands(rows, buffer)
-        ds = self.compute_ds(first, operands, row_stats, step + begin, is_first=True)
+        ds = self.compute_ds(first, operands, row_stats, first_step + begin, is_first=True)
         state = DqState(zero_accumulators(self.spec), ds.astype(self.spec.dtype))
 
         def compute_tiles(first: Scalar, end: Scalar, ends: MaskedEnds, state: DqState) -> DqState:
-            compute_tile = functools.partial(self.compute_tile, rows, buffer, row_stats, step, ends)
-            return lax.fori_loop(first, end, compute_tile, state)
+            return lax.fori_loop(first, end, functools.partial(self.compute_tile, dq_rows, ends), state)
 
         # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
@@ -145,39 +161,28 @@ class DqMainloop:
         if not has_lists:
             state = compute_tiles(full_end, end, MaskedEnds.HIGH, state)
         # Zero keys after the request's end before dQ reads them.
-        last, last_step = end - 1, step + end - 1
+        last, last_step = end - 1, first_step + end - 1
         if not has_lists:
             last_tile, stage = rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(last_step)
             self.keys.clear(last_tile, stage, MaskedEnds.HIGH)
         dq = self.add_dq(state, last_step)
         # Then release the tiles after these rows' tiles.
         if not has_lists:
-            self.pipeline.skip(step, end, rows.work_tile.num)
+            self.pipeline.skip(first_step, end, rows.work_tile.num)
         return dq
 
-    def compute_tile(
-        self,
-        rows: QueryRows,
-        buffer: Scalar,
-        row_stats: RowStats,
-        step: Scalar,
-        masked_ends: MaskedEnds,
-        i: Scalar,
-        state: DqState,
-    ) -> DqState:
+    def compute_tile(self, dq_rows: DqRows, masked_ends: MaskedEnds, i: Scalar, state: DqState) -> DqState:
         """Compute dS of KV tile i, together with dQ of the previous tile.
 
         Args:
-            rows: Query rows of the warpgroup.
-            buffer: Index of the buffer that holds their queries and dO.
-            row_stats: Their statistics.
-            step: Step of the work tile's first KV tile.
+            dq_rows: Query rows of the warpgroup.
             masked_ends: Which ends of the visible keys the tile may contain. Static.
             i: Index of the KV tile in the work tile.
             state: State after the previous tile.
         """
+        rows, row_stats, buffer, first_step = dq_rows
         spec, tile, operands = self.spec, rows.tile(i, masked_ends), self.operands(rows, buffer)
-        step = step + i
+        step = first_step + i
         if spec.is_interpreted or spec.shape.head.padded_dim > 192:
             # Heads of 256 leave no registers for dS beside the next S and dP: complete dQ before S.
             sums = self.add_dq(state, step - 1)
@@ -185,7 +190,7 @@ class DqMainloop:
             return DqState(sums, ds.astype(spec.dtype))
         previous = self.pipeline.stage(step - 1)
 
-        def overlap(refs: Any) -> None:
+        def compute_ds_and_dq(refs: Any) -> None:
             sum_refs, ds_ref = refs
             ds_ref[...] = self.compute_ds(
                 tile, operands, row_stats, step, sum_refs=sum_refs, last_ds=state.ds, last_stage=previous
@@ -195,7 +200,7 @@ class DqMainloop:
         # dS stays in f32 until the products are complete: they read the registers of the previous one in 16
         # bits.
         empty = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), WGMMA)
-        sums, ds = pl.run_state(overlap)((start, empty))
+        sums, ds = pl.run_state(compute_ds_and_dq)((start, empty))
         # dQ of the previous tile is complete, so its keys have been read for the last time.
         plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
         return DqState(tuple(sums), ds.astype(spec.dtype))
@@ -224,7 +229,7 @@ class DqMainloop:
             last_ds: dS of the previous tile, if there are accumulators.
             last_stage: Stage of its keys.
         """
-        head, num_more = self.spec.shape.head, len(sum_refs)
+        head, num_dq_products = self.spec.shape.head, len(sum_refs)
         stage, value_stage = self.pipeline.stage(step), self.pipeline.value_stage(step)
         keys, values = self.pipeline.keys.tiles, self.pipeline.values
         # Wait for the keys, and zero invisible ones: a gradient of 0 does not hide their NaNs from dQ.
@@ -249,10 +254,10 @@ class DqMainloop:
             # The mask's data comes from global memory: load it while the products are in flight.
             loaded = self.scores.load(tile)
             # Wait for S but neither for dP nor for dQ: P is computed meanwhile.
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.num_chunks + num_more)
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.num_chunks + num_dq_products)
             weights = self.scores.weights(lax.optimization_barrier(s), row_stats, tile, loaded)
             # Wait for dP but not for dQ: dS is computed meanwhile.
-            dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_more))
+            dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_dq_products))
             # Release the values: dP has read them.
             plgpu.barrier_arrive(values.free.at[value_stage])
             return self.scores.ds(weights, dp, row_stats, tile)

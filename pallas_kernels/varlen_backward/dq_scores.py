@@ -11,7 +11,7 @@ from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile, f32
-from pallas_kernels.varlen_backward.dkdv_scores import (
+from pallas_kernels.varlen_backward.scores import (
     LoadedScoreData,
     apply_score_mod,
     apply_soft_cap,
