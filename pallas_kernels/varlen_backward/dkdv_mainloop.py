@@ -93,7 +93,7 @@ class DkDvMainloop:
     def run(self, scheduler: DkDvTileScheduler) -> None:
         """Compute all work tiles of the team."""
         rounds, tile_index = scheduler.assignment(self.team)
-        self.scores.store_columns()
+        self.scores.store_column_indices()
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:

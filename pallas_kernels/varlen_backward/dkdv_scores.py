@@ -129,7 +129,7 @@ class DkDvScores:
         self.mask, self.score_mod = mask, score_mod
         self.columns_s, self.rank, self.spec = columns_s, rank, spec
 
-    def store_columns(self) -> None:
+    def store_column_indices(self) -> None:
         """Store the column indices in shared memory."""
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)
@@ -201,11 +201,12 @@ class DkDvScores:
 
     def _add_alibi(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
         """Add the ALiBi bias; without a score function, the query's part of a linear bias is in the LSE."""
-        first = self._positions(tile) - tile.work_tile.position(tile.tile_index)
+        # The distance of a query and a key is the query's column minus the key's offset from the first query.
+        offsets = self._rows() + self._first_key(tile) - tile.work_tile.position(tile.tile_index)
         if not self.spec.score.sqrt_alibi:
-            y = y + self._broadcast_rows(first.astype(f32) * slope)
+            y = y + self._broadcast_rows(offsets.astype(f32) * slope)
             return y if self.score_mod is None else y - self._columns() * slope
-        distances = jnp.maximum(self._columns() - self._broadcast_rows(first.astype(f32)), 0.0)
+        distances = jnp.maximum(self._columns() - self._broadcast_rows(offsets.astype(f32)), 0.0)
         return y - jnp.sqrt(distances) * slope
 
     def _masked(self, y: Tile, tile: QueryTile, loaded: tuple[LoadedMask, ...]) -> Tile:
@@ -236,7 +237,7 @@ class DkDvScores:
 
     def _run_pairs(self, tile: QueryTile) -> tuple[TransposedPairTile, ...]:
         """Return the pairs of each run of consecutive queries; 16 come with the 16 queries after them."""
-        first_key = tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS
+        first_key = self._first_key(tile)
         return tuple(
             TransposedPairTile(
                 head=tile.head,
@@ -252,7 +253,6 @@ class DkDvScores:
     def _score_tile(self, tile: QueryTile) -> ScoreTile:
         """Return the pairs of the tile as a score function takes them."""
         tile_q = self.spec.sizes.tile_q
-        first_key = tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS
 
         def columns() -> Columns:
             return plgpu.broadcasted_iota(jnp.int32, (tile_q,), 0, layout=COLUMN)
@@ -264,13 +264,14 @@ class DkDvScores:
             query=Positions(
                 tile.work_tile.position(tile.tile_index), columns, (1,), tile_q, self._column_indices
             ),
-            key=Positions(first_key, self._rows, (0,), WARPGROUP_ROWS),
+            key=Positions(self._first_key(tile), self._rows, (0,), WARPGROUP_ROWS),
             query_axis=1,
             is_interpreted=self.spec.is_interpreted,
         )
 
-    def _positions(self, tile: QueryTile) -> Rows:
-        return self._rows() + (tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS)
+    def _first_key(self, tile: QueryTile) -> Scalar:
+        """Return the position of the warpgroup's first key."""
+        return tile.work_tile["key_position"] + self.rank * WARPGROUP_ROWS
 
     def _rows(self) -> Rows:
         return plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=ROW)

@@ -66,7 +66,7 @@ class DqScores:
         self.score_mod, self.columns_s, self.spec = score_mod, columns_s, spec
         self.masking = Masking(mask, self._columns, spec)
 
-    def store_columns(self) -> None:
+    def store_column_indices(self) -> None:
         """Store the column indices in shared memory."""
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)

@@ -12,7 +12,7 @@ from pallas_kernels.support import WARP_RESERVED_BYTES
 from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, MaskBlocks, PrefillSizes
 
 WARPGROUPS = 2  # computing warpgroups
-MAX_FUSED_DIM = 128  # wider heads leave no registers for both dk and dv
+MAX_DKDV_DIM = 128  # wider heads leave no registers for both dk and dv
 MIN_TEAM_QUERIES = 4  # queries per block for which a tile of 64 queries visits fewer keys than one of 128
 
 
@@ -135,9 +135,9 @@ def list_block_sizes(sizes: BackwardSizes) -> tuple[int, ...]:
 def check_head_dim(sizes: BackwardSizes, head_dim: int) -> None:
     """Raise ValueError if the kernels of these sizes cannot compute the gradients of heads of this width."""
     fix = f"Use default_sizes({head_dim})"
-    if head_dim > MAX_FUSED_DIM and not sizes.separate_dk_dv:
+    if head_dim > MAX_DKDV_DIM and not sizes.separate_dk_dv:
         raise ValueError(
-            f"sizes.separate_dk_dv must be True for heads wider than {MAX_FUSED_DIM}, got False with "
+            f"sizes.separate_dk_dv must be True for heads wider than {MAX_DKDV_DIM}, got False with "
             f"head_dim={head_dim}. Separate kernels of dk and dv have no teams. {fix}."
         )
     if head_dim <= PANEL and sizes.dq_sizes is None and sizes.tile_q == PANEL:
@@ -147,9 +147,9 @@ def check_head_dim(sizes: BackwardSizes, head_dim: int) -> None:
         )
 
 
-# Number of 64-element panels per head -> sizes. Two warpgroups share a step's dq by whole panels, so heads of
-# one panel take two panels of queries.
-TABLE = {1: BackwardSizes(tile_q=128), 2: BackwardSizes(tile_q=64)}
+# Number of 64-element panels per head -> sizes of the fused kernel, which adds up dq. Two warpgroups share a
+# step's dq by whole panels, so heads of one panel take two panels of queries.
+FUSED_TABLE = {1: BackwardSizes(tile_q=128), 2: BackwardSizes(tile_q=64)}
 # Sizes with a dq kernel: without dq the dk/dv kernel has room for one more stage.
 DQ_KERNEL_TABLE = {
     1: BackwardSizes(tile_q=128, stages=3, dq_sizes=PrefillSizes(tile_kv=128, stages=3)),
@@ -204,7 +204,8 @@ def default_sizes(
         return _estimate_sizes(gpu, head_chunks(head_dim).padded_dim)
     panels = -(-head_dim // PANEL)
     has_few_keys = mean_keys is not None and mean_keys <= MAX_KEYS_FOR_DQ_KERNEL and panels == 2
-    return (DQ_KERNEL_TABLE if deterministic or has_few_keys or panels not in TABLE else TABLE)[panels]
+    has_dq_kernel = deterministic or has_few_keys or panels not in FUSED_TABLE
+    return (DQ_KERNEL_TABLE if has_dq_kernel else FUSED_TABLE)[panels]
 
 
 def _estimate_sizes(gpu: str, padded_dim: int) -> BackwardSizes:
@@ -234,7 +235,7 @@ def _estimate_sizes(gpu: str, padded_dim: int) -> BackwardSizes:
     for warpgroups, stages in choices:
         sizes = BackwardSizes(
             tile_q=64, stages=stages, warpgroups=warpgroups, dq_sizes=dq_sizes,
-            separate_dk_dv=padded_dim > MAX_FUSED_DIM,
+            separate_dk_dv=padded_dim > MAX_DKDV_DIM,
         )  # fmt: skip
         if sizes.shared_memory(padded_dim) <= architecture.smem_bytes:
             break
@@ -262,7 +263,7 @@ def default_layer_sizes(
     """
     mean_keys = mean_visible_keys(score, mean_len)
     sizes = default_sizes(head_dim, deterministic=deterministic, mean_keys=mean_keys, gpu=gpu)
-    if blocks is None or head_dim > MAX_FUSED_DIM or not ARCHITECTURES[gpu].has_wgmma:
+    if blocks is None or head_dim > MAX_DKDV_DIM or not ARCHITECTURES[gpu].has_wgmma:
         return sizes
     return _sizes_for_blocks(sizes, blocks, -(-head_dim // PANEL))
 

@@ -97,19 +97,19 @@ class WarpDkDvMainloop:
     def run(self, scheduler: DkDvTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
         rounds, tile_index = scheduler.assignment(0)
-        self.scores.store_columns()
+        self.scores.store_column_indices()
 
         @pl.loop(0, rounds)
         def _(iteration: Scalar) -> None:
             index = tile_index(iteration)
-            self.pipeline.load_columns(scheduler.work_tile(index).row)
+            self.pipeline.load_table_row(scheduler.work_tile(index).row)
             work_tile = scheduler.work_tile(index, self.smem.tile_columns)
             self.store(work_tile, self.compute_work_tile(work_tile))
 
     def compute_work_tile(self, work_tile: DkDvWorkTile) -> DkDvSums:
         """Return dk and dv of the warpgroup's keys."""
-        first = self.pipeline.first_step_from(work_tile, jnp.int32(0))
-        self.pipeline.start(work_tile, first)
+        first_step = self.pipeline.first_step_from(work_tile, jnp.int32(0))
+        self.pipeline.start(work_tile, first_step)
 
         def compute_head(index: Scalar, carry: tuple[Scalar, WarpDkDvState]) -> tuple[Scalar, WarpDkDvState]:
             step, state = carry
@@ -139,7 +139,7 @@ class WarpDkDvMainloop:
             state = lax.fori_loop(steps.num_masked, steps.num_steps, compute_step(False), state)
             return step + steps.num_steps, state
 
-        carry = jnp.int32(0), WarpDkDvState(zero_sums(self.spec), first)
+        carry = jnp.int32(0), WarpDkDvState(zero_sums(self.spec), first_step)
         _, state = lax.fori_loop(0, self.spec.group, compute_head, carry)
         return state.sums
 

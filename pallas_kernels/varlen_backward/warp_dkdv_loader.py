@@ -35,7 +35,7 @@ class WarpQueryPipeline:
 
     Of the queries and dO of a step, one is the `first` that is read: dO, or the queries if only dv is
     computed; the other is the `second`. All warpgroups call the same methods in the same order: for each work
-    tile `load_columns` and `start`, then for each step `wait_first`, `wait_second` and `release_first`; see
+    tile `load_table_row` and `start`, then for each step `wait_first`, `wait_second` and `release_first`; see
     the figures in warp_dkdv_kernel.py.
     """
 
@@ -69,7 +69,7 @@ class WarpQueryPipeline:
         exists = (index < group) & (steps.num_steps > 0)
         return NextStep(work_tile.head(last), steps.entry(jnp.int32(0)), exists.astype(jnp.int32))
 
-    def load_columns(self, row: Scalar) -> None:
+    def load_table_row(self, row: Scalar) -> None:
         """Load a row of the schedule's table into shared memory, after all warps have read the previous."""
         self._wait()
 

@@ -81,7 +81,7 @@ class WarpDqMainloop:
     def run(self, scheduler: PrefillTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
         rounds, tile_index = scheduler.assignment(0)
-        self.scores.store_columns()
+        self.scores.store_column_indices()
 
         @pl.loop(0, rounds)
         def _(iteration: Scalar) -> None:
