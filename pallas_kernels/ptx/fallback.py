@@ -22,8 +22,8 @@ class DeviceFunction[R]:
             follows then: jax 0.12 requires one between a read and TMA's next write into the same memory. On
             the device there is no proxy fence, although PTX's memory model requires one between any two
             accesses: a stage is released by mbarrier.arrive, after which no earlier read executes, and a
-                completed read
-            cannot observe a later write. CUTLASS's pipelines release their stages in the same way.
+            completed read cannot observe a later write. CUTLASS's pipelines release their stages in the same
+            way.
     """
 
     on_gpu: Callable[..., R]

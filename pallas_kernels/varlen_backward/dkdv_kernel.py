@@ -53,7 +53,7 @@ barriers and loading warp. Its lists do not contain query tiles that attend only
 They may contain blocks of 16 or 32 queries: then a tile of 64 queries holds any listed blocks.
 
 Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
-tile_scheduler assigns work tiles to thread blocks, or to their teams.
+dkdv_tile_scheduler assigns work tiles to thread blocks, or to their teams.
 """
 
 import dataclasses

@@ -16,11 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
-from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, DkDvSpec, QueryStages
-from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler, DkDvWorkTile, entry_tile
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import (
+    DkDvTileScheduler,
+    DkDvWorkTile,
+    entry_tile,
+    is_needed_by,
+)
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
@@ -140,9 +144,8 @@ class DkDvMainloop:
                         return compute_step(tile, step + i, state)
                     entry = steps.entry(i)
                     tile = QueryTile(work_tile, head, (entry_tile(entry),), slope, is_masked)
-                    is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
                     return lax.cond(
-                        is_needed,
+                        is_needed_by(self.wg, entry),
                         lambda: compute_step(tile, step + i, state),
                         lambda: self.skip_step(step + i, state),
                     )

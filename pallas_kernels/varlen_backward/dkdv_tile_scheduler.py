@@ -159,3 +159,8 @@ class DkDvTileScheduler:
 def entry_tile(entry: Scalar) -> Scalar:
     """Return the index of the query tile in a list entry, without the bits of the warpgroups."""
     return entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
+
+
+def is_needed_by(warpgroup: Scalar, entry: Scalar) -> Scalar:
+    """Return whether a query tile attends to the keys of a warpgroup; see DkDvSpec.has_warpgroup_bits."""
+    return lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + warpgroup) & 1 != 0

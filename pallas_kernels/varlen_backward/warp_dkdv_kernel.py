@@ -41,12 +41,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels.ptx.stores import store_token_rows
 from pallas_kernels.ptx.tile_mma import multiply_chunks, multiply_registers
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS
-from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvSums, clear_invalid_queries, zero_sums
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.dkdv_spec import DkDvSpec
-from pallas_kernels.varlen_backward.dkdv_tile_scheduler import DkDvTileScheduler, DkDvWorkTile, entry_tile
+from pallas_kernels.varlen_backward.dkdv_tile_scheduler import (
+    DkDvTileScheduler,
+    DkDvWorkTile,
+    entry_tile,
+    is_needed_by,
+)
 from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvOutputs, WarpDkDvSmem
 from pallas_kernels.varlen_backward.warp_dkdv_loader import NextStep, WarpQueryPipeline
 
@@ -157,7 +161,6 @@ class WarpDkDvMainloop:
         """
         if not self.spec.has_warpgroup_bits:
             return self.add_tile(tile, step, next_step, sums)
-        is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.rank) & 1 != 0
 
         def skip() -> DkDvSums:
             stage = self.pipeline.wait_first(tile, step)
@@ -165,6 +168,7 @@ class WarpDkDvMainloop:
             self.pipeline.release_first(tile, stage, next_step)
             return sums
 
+        is_needed = is_needed_by(self.rank, entry)
         return lax.cond(is_needed, lambda: self.add_tile(tile, step, next_step, sums), skip)
 
     def add_tile(self, tile: QueryTile, step: Scalar, next_step: NextStep, sums: DkDvSums) -> DkDvSums:
