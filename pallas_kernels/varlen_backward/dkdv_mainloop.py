@@ -192,13 +192,8 @@ class DkDvMainloop:
             step: Its step.
             state: State after the previous step.
         """
-        spec, smem, barriers, scores, panels = (
-            self.spec,
-            self.smem,
-            self.barriers,
-            self.scores,
-            self.spec.num_head_panels,
-        )
+        spec, smem, barriers, scores = self.spec, self.smem, self.barriers, self.scores
+        num_panels = spec.num_head_panels
         stages, buffer = spec.step_stages(step, self.team), lax.rem(step, jnp.int32(DS_BUFFERS))
         # The mask's data and lookups come from global memory: load them before anything is awaited.
         stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load(tile)
@@ -227,7 +222,7 @@ class DkDvMainloop:
                 if spec.adds_dq:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 # Wait for S but not for dP: P is computed meanwhile.
-                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
+                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=num_panels))
                 if not loads_early:
                     lse = scores.lse(stats_s, tile)
                 probabilities = scores.probabilities(s, lse, tile, loaded)
@@ -236,7 +231,7 @@ class DkDvMainloop:
                 for panel, ref in enumerate(sum_refs.dv):
                     plgpu.wgmma(ref, probabilities.p, dout.at[panel])
                 # Wait for dP but not for dV: dS is computed meanwhile.
-                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=panels))
+                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_panels))
                 if not loads_early:
                     delta = scores.delta(stats_s)
                 return scores.ds(probabilities, dp, delta).astype(spec.dtype)
@@ -251,8 +246,8 @@ class DkDvMainloop:
                 for panel, ref in enumerate(sum_refs.dk):
                     plgpu.wgmma(ref, ds, queries.at[panel])
                 if not dq_refs:
-                    plgpu.wgmma_wait(panels)
-                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=panels) for ref in dq_refs)
+                    plgpu.wgmma_wait(num_panels)
+                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=num_panels) for ref in dq_refs)
 
             num = spec.num_dq_blocks if spec.adds_dq else 0
             dq = pl.run_scoped(multiply_ds, *[plgpu.ACC((PANEL, PANEL), f32)] * num)
@@ -273,7 +268,7 @@ class DkDvMainloop:
 
     def compute_dk_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
         """Compute S, dP and dK of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
-        spec, barriers, scores, panels = self.spec, self.barriers, self.scores, self.spec.num_head_panels
+        spec, barriers, scores = self.spec, self.barriers, self.scores
         stages = spec.step_stages(step, self.team)
         stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load(tile)
         wg = self.wg + tile.work_tile["zero"]
@@ -284,7 +279,7 @@ class DkDvMainloop:
             self.wait_for_dout(tile, stages)
             self.issue_dp(dp_ref, stages.dout, wg)
             # Wait for S but not for dP: P is computed meanwhile.
-            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=spec.num_head_panels))
             probabilities = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded)
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
             ds = scores.ds(probabilities, dp, scores.delta(stats_s)).astype(spec.dtype)
