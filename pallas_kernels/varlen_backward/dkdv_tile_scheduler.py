@@ -82,19 +82,20 @@ class DkDvWorkTile:
         q_heads = self.spec.kv_heads * self.spec.group
         list_row, lists = self.row * q_heads + self.head(index), self.lists
         num_partial = lists.num_partial[list_row]
-        num_entries, runs = num_partial + lists.num_full[list_row], self.spec.runs_per_tile
+        num_entries, runs_per_tile = num_partial + lists.num_full[list_row], self.spec.runs_per_tile
 
         def entry(i: Scalar) -> Scalar:
             return lists.entries[list_row, i]
 
-        if runs == 1:
+        if runs_per_tile == 1:
             return self._steps_of_split(QuerySteps(num_partial, num_entries, entry))
         # The first tile has a mask in any case, so it is the one that lacks entries.
-        num_missing = (0 - num_entries) & (runs - 1)
+        num_missing = (0 - num_entries) & (runs_per_tile - 1)
         num_masked, num_steps = (
-            lax.div(num + num_missing + (runs - 1), jnp.int32(runs)) for num in (num_partial, num_entries)
+            lax.div(num + num_missing + (runs_per_tile - 1), jnp.int32(runs_per_tile))
+            for num in (num_partial, num_entries)
         )
-        return self._steps_of_split(QuerySteps(num_masked, num_steps, entry, num_missing, runs))
+        return self._steps_of_split(QuerySteps(num_masked, num_steps, entry, num_missing, runs_per_tile))
 
     def _steps_of_split(self, steps: QuerySteps) -> QuerySteps:
         """Return the steps of a list that belong to the work tile's split."""

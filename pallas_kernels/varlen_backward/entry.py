@@ -230,14 +230,14 @@ def varlen_backward(
         dq = dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
     else:
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
-        out_rows = token_rows(out, sizes.tile_q) if sizes.fuses_delta else None
+        out_rows = token_rows(out, sizes.tile_q) if sizes.dq_computes_delta else None
         dq_inputs, dq_spec = make_dq_call(inputs, out_rows, spec, schedule, lists, mask)
 
         def run(row_stats: Any) -> Any:
             return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec, tokens)
 
         row_stats = inputs.row_stats
-        if sizes.fuses_delta:
+        if sizes.dq_computes_delta:
             dq_type = jax.ShapeDtypeStruct((tokens, *inputs.query.rows.shape[1:]), query.dtype)
             dq, row_stats = _run_with_ref(run, row_stats, dq_type)
         else:
@@ -324,7 +324,7 @@ def make_row_stats(out: Array, lse: Array, grad_out: Array, grad_lse: Array | No
     lse = lse.astype(jnp.float32)
     # Rows without keys have probabilities of 0.
     lse_log2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
-    if spec.sizes.fuses_delta:
+    if spec.sizes.dq_computes_delta:
         rows = [lse_log2, jnp.zeros_like(lse_log2)] + (
             [] if grad_lse is None else [grad_lse.astype(jnp.float32)]
         )

@@ -111,7 +111,7 @@ class BackwardSizes:
         return 2 * 2 * rows * width + WARP_RESERVED_BYTES
 
     @property
-    def fuses_delta(self) -> bool:
+    def dq_computes_delta(self) -> bool:
         """Whether the dq kernel computes delta, the row sums of O * dO, and so runs before the dk/dv kernel.
 
         The outputs of a warpgroup's 64 rows each take the place of a tile of keys and of one of values, so

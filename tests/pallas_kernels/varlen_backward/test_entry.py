@@ -138,7 +138,7 @@ class TestContract:
         layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": True}
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, **layer))
         sizes = two_kernels(128)
-        assert sizes.fuses_delta
+        assert sizes.dq_computes_delta
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.slow

@@ -173,7 +173,7 @@ class TestContract:
 
     def test_query_kernel_that_sums_outputs_equals_float64(self):
         problem, sizes = problem_of("strided", head_dim=128, window=(90, 0)), two_kernels(128)
-        assert sizes.fuses_delta
+        assert sizes.dq_computes_delta
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize("keys", [pytest.param(16, marks=pytest.mark.slow), 32])

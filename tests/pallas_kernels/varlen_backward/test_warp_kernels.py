@@ -119,7 +119,7 @@ class TestSizes:
         if why_not(head_dim, gpu) is not None:
             return
         sizes = default_sizes(head_dim, gpu=gpu)
-        assert (sizes.per_warp_mma, sizes.gpu, sizes.fuses_delta) == (True, gpu, False)
+        assert (sizes.per_warp_mma, sizes.gpu, sizes.dq_computes_delta) == (True, gpu, False)
         width, smem_bytes = head_chunks(head_dim).padded_dim, ARCHITECTURES[gpu].smem_bytes
         assert sizes.shared_memory(width) <= smem_bytes
         dq_bytes = sizes.dq_sizes.shared_memory(width) + 2 * sizes.dq_sizes.tile_q * width
