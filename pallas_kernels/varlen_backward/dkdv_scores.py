@@ -210,7 +210,10 @@ class DkDvScores:
         return y - jnp.sqrt(distances) * slope
 
     def _masked(self, y: Tile, tile: QueryTile, loaded: tuple[LoadedMask, ...]) -> Tile:
-        """Return the exponents with -inf for invisible pairs."""
+        """Return the exponents with -inf for invisible pairs.
+
+        The queries that attend to a key are bits of words, of 32 queries each, one run after the other.
+        """
         # Without the mask, each key is visible to a contiguous range of queries.
         work_tile = tile.work_tile
         first, end = work_tile["first_position"], work_tile["end_position"]

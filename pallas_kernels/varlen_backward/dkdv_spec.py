@@ -141,8 +141,8 @@ class DkDvSpec:
     def row_stats_copies(self) -> tuple[tuple[Slice, int], ...]:
         """The statistics and the run of each TMA copy that loads the row statistics of a tile.
 
-        A tile of one run takes one copy. Of several runs, only one statistic of a run is contiguous in shared
-        memory.
+        A tile of one run takes one copy. With several runs, only one statistic of a run is contiguous in
+        shared memory.
         """
         if self.runs_per_tile == 1:
             return ((pl.ds(0, NUM_ROW_STATS), 0),)
