@@ -95,7 +95,7 @@ class DkDvSmem(NamedTuple):
         query: Stages of queries [teams * stages, panels, tile_q, 64], swizzled.
         dout: Stages of dO, like `query` but with dout_stages.
         stats_and_columns: Stages of row statistics, LSE and delta, f32 [teams * dout_stages + 1, 2, tile_q];
-            the extra last one holds the column indices 0, 1, 2 ... once per warpgroup. They share an
+            the extra last one holds the column indices 0, 1, 2 ... of each of two warpgroups. They share an
             allocation because the compiler gives each 1 kB, which heads of 256 do not leave.
         ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query panels, 64, 64],
             swizzled; None if this kernel adds no dq and its matrix products read dS from registers.
