@@ -16,7 +16,6 @@ import jattn
 from benchmarks.kernels.backward_cases import (
     CASES,
     CHOICES,
-    MASKS,
     make_mask,
     make_score,
     make_sinks,
@@ -25,22 +24,27 @@ from benchmarks.kernels.backward_cases import (
 from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.kernels.cases import PrefillCase
 from benchmarks.kernels.score_mods import (
-    BASELINES,
     Comparison,
     kernel_arrays,
     modifier_arrays,
-    prefill_sizes,
     with_baselines,
 )
 from benchmarks.runner import Rows, kernel_times, wall_times
-from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.cache import PackedKV
+from jattn.dense.layout import layout_packed
+from jattn.implementations.layer_config import layer_config, region_sizes
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
+from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
+from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel
+from jattn.implementations.mosaic_gpu.prefill import attend_prefill
 from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, num_rows_per_token, rows_to_heads
 from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
+from jattn.implementations.region_inputs import RegionInputs
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.architectures import NUM_SMS
 from pallas_kernels.checks import require
-from pallas_kernels.shared import Score
+from pallas_kernels.shared import Interpret, Score
 
 TOLERANCE = 2e-2  # relative to the largest sampled value; the tests use a tighter bound
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,11 +63,19 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A case, a modifier and a variant of the kernel, which one row measures."""
+    """A case, a modifier and a variant of the kernel, which one row measures.
+
+    Attributes:
+        case: Lengths and heads.
+        modifier: What changes the scores, of CHOICES.
+        variant: Sizes of the backward kernel, of VARIANTS.
+        interpret: plgpu.InterpretGPUParams to run on a CPU, for tests.
+    """
 
     case: PrefillCase
     modifier: str
     variant: str = "default"
+    interpret: Interpret = None
 
     @property
     def sizes(self) -> backward.BackwardSizes:
@@ -141,44 +153,49 @@ class Work:
             **({} if mask is None else {"mask": mask}),
         }
 
-    @property
-    def forward_sizes(self) -> prefill.PrefillSizes:
-        """Return the sizes of the forward kernel."""
-        if self.modifier in BASELINES:
-            return prefill_sizes(self.case, self.modifier)
-        return prefill.default_sizes(self.case.head_dim, has_lists=self.modifier in MASKS)
-
-    def forward_schedule(self, arrays: Arrays) -> Any:
-        """Compute the schedule of the forward kernel, and its tile lists if there is a mask."""
-        make_schedule = functools.partial(
-            prefill.make_schedule, *_lens(arrays), num_tokens=len(arrays["query"])
+    def inputs(self, arrays: Arrays) -> RegionInputs:
+        """Return the inputs of the forward pass as `jattn.attention` has them."""
+        layout = layout_packed(
+            arrays["query"], arrays["key"], arrays["value"], arrays["query_start_loc"], arrays.get("mask")
         )
-        has_lists, sizes = "mask" in arrays, self.forward_sizes
-        schedule = make_schedule(score=self.score, sizes=sizes, has_lists=has_lists)
-        if not has_lists:
-            return schedule, None
-        bounds = tile_lists.MaskBounds(self.max_seq_len, is_packed=True)
-        return schedule, tile_lists.plan_mask(arrays["mask"], self.spec, schedule, sizes, bounds)
+        modifiers = {name: arrays.get(name) for name in ("sinks", "alibi_slopes", "score_mod")}
+        return RegionInputs(
+            query=layout.query, kv=layout.kv, metadata=layout.metadata, mask=layout.mask, spec=self.spec,
+            **modifiers,
+        )  # fmt: skip
 
-    def forward(self, arrays: Arrays, plan: Any, *, return_lse: bool) -> tuple[jax.Array, Any]:
+    def forward_kernel(self, inputs: RegionInputs) -> PrefillKernelConfig:
+        """Return the forward kernel and the sizes that jattn chooses."""
+        layer = layer_config(self.spec, None, inputs.query.dtype, inputs.score_mod)
+        (region,) = region_sizes(inputs.metadata)
+        kernel = choose_kernel(layer, region, inputs.mask)
+        assert isinstance(kernel, PrefillKernelConfig), kernel
+        return kernel
+
+    def forward_plan(self, arrays: Arrays) -> PrefillKernelPlan:
+        """Compute the schedule of the forward kernel, and its tile lists if there is a mask."""
+        inputs = self.inputs(arrays)
+        assert isinstance(inputs.kv, PackedKV)
+        return plan_prefill_kernel(
+            self.forward_kernel(inputs),
+            inputs.metadata,
+            self.spec,
+            inputs.mask,
+            kv_start_loc=inputs.kv.kv_start_loc,
+            max_seq_len=inputs.kv.max_keys_per_row,
+        )
+
+    def forward(self, arrays: Arrays, plan: PrefillKernelPlan, *, return_lse: bool) -> tuple[jax.Array, Any]:
         """Run the forward kernel and return the output, and the log-sum-exps if requested.
 
         Args:
             arrays: Inputs from `arrays`.
-            plan: Result of `forward_schedule`.
+            plan: Result of `forward_plan`.
             return_lse: Whether to return the log-sum-exps.
         """
-        schedule, mask_plan = plan
-        inputs = kernel_arrays({name: x for name, x in arrays.items() if name not in ("mask", "grad_out")})
-        return prefill.varlen_prefill(
-            **inputs,
-            score=self.score,
-            sizes=self.forward_sizes,
-            schedule=schedule,
-            lists=None if mask_plan is None else mask_plan.lists,
-            mask=None if mask_plan is None else mask_plan.pair_mask,
-            return_lse=return_lse,
-        )
+        inputs = self.inputs(arrays)
+        kernel = self.forward_kernel(inputs)
+        return attend_prefill(inputs, kernel, plan, return_lse=return_lse, interpret=self.interpret)
 
     def schedule(self, arrays: Arrays) -> Any:
         """Compute the schedule of the backward kernel, and its tile lists if there is a mask.
@@ -228,8 +245,9 @@ class Work:
         inputs["lse"] = heads_to_rows(inputs["lse"].T, rows).T
         inputs["query_start_loc"] *= rows
         dq, dk, dv = backward.varlen_backward(
-            **inputs, score=self.backward_score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask
-        )
+            **inputs, score=self.backward_score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask,
+            interpret=self.interpret,
+        )  # fmt: skip
         return rows_to_heads(dq, rows), dk, dv
 
 
@@ -319,7 +337,7 @@ def lower(works: list[Work]) -> dict[str, Any]:
         return programs[name].out_info
 
     arrays = add("arrays", first.arrays)
-    plan = add("forward_schedule", first.forward_schedule, arrays)
+    plan = add("forward_plan", first.forward_plan, arrays)
     add("forward", functools.partial(first.forward, return_lse=False), arrays, plan)
     out, lse = add("forward_lse", functools.partial(first.forward, return_lse=True), arrays, plan)
     arrays = arrays | {"out": out, "lse": lse}
@@ -347,7 +365,7 @@ def measure(
         ValueError: An error exceeds TOLERANCE.
     """
     first, arrays = works[0], runs["arrays"]()
-    plan = runs["forward_schedule"](arrays)
+    plan = runs["forward_plan"](arrays)
     forward_us: dict[str, list[float]] = {"forward": [], "forward_lse": []}
     outputs = {}
     for name in ("forward", "forward_lse", "forward_lse", "forward"):  # alternating, as a GPU slows when hot
@@ -418,7 +436,7 @@ def wall_columns(
     Args:
         work: What to measure.
         arrays: Inputs.
-        plan: Result of `Work.forward_schedule`.
+        plan: Result of `Work.forward_plan`.
         schedule: Result of `Work.schedule`.
         expected: Gradients of the kernels.
 

@@ -20,7 +20,6 @@ from pallas_kernels.varlen_prefill import (
     ALL_COLUMNS,
     MAX_COLUMN_BLOCKS,
     BlockBits,
-    BlockBitWords,
     KernelMask,
     PairBits,
 )
@@ -248,9 +247,7 @@ class BlockMask(Mask):
             )
         fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
         is_aligned = fits and not (tiling.is_packed or tiling.has_key_rows)
-        needs_words = tiling.needs_words or tiling.has_key_rows
-        bits = BlockBitWords if needs_words and not is_aligned else BlockBits
-        return bits(
+        return BlockBits(
             words=BlockBits.pack(jnp.swapaxes(blocks, 2, 3) if tiling.has_key_rows else blocks),
             first_q_block=None if self.block_q is None else first,
             row_block=rows[1],

@@ -35,8 +35,8 @@ class Score:
 
     Attributes:
         rows_per_token: Number of consecutive query rows of a token, a power of two. If it is not 1,
-            varlen_backward takes the queries of several heads of a KV head as rows of one head, and counts
-            positions of queries, but not of keys, in rows.
+            varlen_prefill and varlen_backward take the queries of several heads of a KV head as rows of one
+            head, and count positions of queries, but not of keys, in rows.
         mask: Fields that decide which keys a query attends to. Layers with equal values can share a schedule.
     """
 

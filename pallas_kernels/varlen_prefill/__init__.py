@@ -8,7 +8,6 @@ from pallas_kernels.varlen_prefill.mask_policies import (
     ALL_COLUMNS,
     MAX_COLUMN_BLOCKS,
     BlockBits,
-    BlockBitWords,
     Inverted,
     Joined,
     Lines,

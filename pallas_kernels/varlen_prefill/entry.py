@@ -67,7 +67,7 @@ def varlen_prefill(
     layout: str = "NHD",
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
-    sinks: Float[Array, " q_heads"] | None = None,
+    sinks: Float[Array, " sinks"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     score_mod: KernelScoreMod | None = None,
     schedule: PrefillSchedule | None = None,
@@ -90,7 +90,8 @@ def varlen_prefill(
         value: Values, like `key`.
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Number of keys of each request; at most max_blocks * block_size.
-        score: Scale, soft cap, causality, window and chunk size. Static.
+        score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
+            `query` and `query_start_loc` are rows, and `mask` and `block_q` count queries in rows.
         kv_start_loc: First key of each request if keys are packed.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r; None if
             keys are packed. Entries of blocks without visible keys are never used.
@@ -98,7 +99,7 @@ def varlen_prefill(
         k_scale: Scale of an 8-bit cache, key = stored * k_scale: a scalar, [kv_heads], [kv_heads, head_dim],
             or per token and head [blocks, kv_heads, block_size]; None for 1.
         v_scale: Scale of 8-bit values, like `k_scale`.
-        sinks: Attention sinks: an extra score per head without a value.
+        sinks: Attention sinks: an extra score per head without a value, for each row of a token.
         alibi_slopes: ALiBi slope of each head.
         score_mod: Score function, applied after the soft cap and ALiBi; why_no_kernel must be None. Static
             except for its arrays.
@@ -143,8 +144,13 @@ def varlen_prefill(
         require_axes(2, block_table=block_table)
         blocks, block_size, kv_heads, _ = cache_dims(key, is_hnd=is_hnd)
         max_kv = block_table.shape[1] * block_size
-    check_heads(q_heads, kv_heads, sinks=sinks, alibi_slopes=alibi_slopes)
-    require(score.rows_per_token == 1, "score.rows_per_token", "be 1", score.rows_per_token)
+    check_heads(q_heads, kv_heads, alibi_slopes=alibi_slopes)
+    if sinks is not None:
+        num_sinks = q_heads * score.rows_per_token
+        require_shape("sinks", sinks.shape, (num_sinks,), "q_heads times rows per token")
+    if alibi_slopes is not None or score_mod is not None:
+        rule = "be 1 with ALiBi or a score function"
+        require(score.rows_per_token == 1, "score.rows_per_token", rule, score.rows_per_token)
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
     require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")

@@ -60,7 +60,12 @@ def output_scale_and_lse(rows: QueryRows, row_max: Rows, row_sum: Rows, sinks: R
     work_tile, sink = rows.work_tile, None
     if sinks is not None:
         # A padding row has no keys and no sink: its output is 0.
-        sink = rows.per_head(lambda head: jnp.where(work_tile["seq_len"] > 0, sinks[head], -jnp.inf))
+        has_sink = work_tile["seq_len"] > 0
+        if rows.spec.score.rows_per_token > 1:
+            no_sink = jnp.where(has_sink, jnp.float32(0.0), -jnp.inf)
+            sink = rows.load_per_row_of_token(sinks) + no_sink
+        else:
+            sink = rows.per_head(lambda head: jnp.where(has_sink, sinks[head], -jnp.inf))
     return finalize_softmax(row_max, row_sum, sink)
 
 

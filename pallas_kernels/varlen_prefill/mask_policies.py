@@ -261,11 +261,6 @@ class BlockBits(KernelMask):
     group: int = static()
     is_aligned: bool = static()
 
-    @property
-    @override
-    def is_words(self) -> bool:
-        return self.is_aligned
-
     @staticmethod
     def pack(blocks: Bool[Array, "reqs heads row_blocks blocks"]) -> Int32[Array, "reqs heads _ row_blocks"]:
         """Return `words` for an array of blocks."""
@@ -322,40 +317,10 @@ class BlockBits(KernelMask):
         return bits, first_column_block
 
     @override
-    def visible(self, tile: PairTile, loaded: tuple[Rows, Scalar | None]) -> Any:
-        bits, first_block = loaded
-        if self.is_aligned:
-            return self._expand(tile, bits)
-        index = _quotient(tile.key, self.column_block) - self._first_column_block(tile, first_block)
-        return lax.shift_right_logical(tile.broadcast_rows(bits), index) & 1 != 0
-
-    def _expand(self, tile: PairTile, bits: Any) -> Words:
-        """Expand bits of blocks to bits of columns."""
-        words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
-        for index, begin in enumerate(range(0, tile.shape[1], self.column_block)):
-            is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
-            for n in range(len(words)):
-                low, high = (
-                    min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + self.column_block)
-                )
-                if low < high:
-                    column_bits = (1 << high) - (1 << low)
-                    words[n] = words[n] | (is_visible & np.uint32(column_bits).astype(np.int32))
-        return tuple(words)
-
-
-@policy
-class BlockBitWords(BlockBits):
-    """BlockBits as words for tiles that begin anywhere in a block, which costs more instructions."""
-
-    @property
-    @override
-    def is_words(self) -> bool:
-        return True
-
-    @override
     def visible(self, tile: PairTile, loaded: tuple[Rows, Scalar | None]) -> Words:
         bits, first_block = loaded
+        if self.is_aligned:
+            return self._expand_aligned(tile, bits)
         first_block = self._first_column_block(tile, first_block)
         words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
         for index in range((tile.shape[1] + self.column_block - 2) // self.column_block + 1):
@@ -367,6 +332,20 @@ class BlockBitWords(BlockBits):
                     for end in (begin, begin + self.column_block)
                 )
                 words[n] = words[n] | (is_visible & (high & ~low))
+        return tuple(words)
+
+    def _expand_aligned(self, tile: PairTile, bits: Any) -> Words:
+        """Expand bits of blocks to bits of columns."""
+        words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
+        for index, begin in enumerate(range(0, tile.shape[1], self.column_block)):
+            is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
+            for n in range(len(words)):
+                low, high = (
+                    min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + self.column_block)
+                )
+                if low < high:
+                    column_bits = (1 << high) - (1 << low)
+                    words[n] = words[n] | (is_visible & np.uint32(column_bits).astype(np.int32))
         return tuple(words)
 
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.ptx.bit_mask import WORD_BITS
+from pallas_kernels.ptx.look_up import look_up
 from pallas_kernels.score_mod import PairValue, Positions, ScoreTile
 from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.layouts import COLUMN, ROW, WARPGROUP_ROWS
@@ -263,8 +264,15 @@ class QueryRows:
             values = jnp.where(row >= first_row, head_value(head), values)
         return values
 
+    def load_per_row_of_token(self, values: Ref) -> Rows:
+        """Load a value per row, of an array with one value per head and row of a token."""
+        num = self.spec.score.rows_per_token
+        row = plgpu.broadcasted_iota(jnp.int32, self.spec.s_shape[:1], 0, layout=ROW)
+        index = self.work_tile.head * num + (row & (num - 1))
+        return look_up(values, index, layout=ROW, is_interpreted=self.spec.is_interpreted)
+
     def positions(self) -> Rows:
-        """Return the position of the query in each row."""
+        """Return the position of the query in each row, in rows if a token has several."""
         first = self.first_position()
         return self.token_indices() + first
 

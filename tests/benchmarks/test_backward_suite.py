@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.kernels import backward, backward_cases, flex_attention, score_mods
 from benchmarks.kernels.cases import PrefillCase
 from jattn import masks
+from jattn.implementations.mosaic_gpu import prefill as forward
 from pallas_kernels import varlen_backward, varlen_prefill
 
 LENS = (150, 70)
@@ -34,15 +35,13 @@ def small(monkeypatch):
 def rows(monkeypatch, small):
     """Return a function that runs a case with interpreted kernels and fixed times."""
     monkeypatch.setattr(backward, "kernel_times", lambda run, *arrays: (run(*arrays), TIMES))
-    for package, name in ((varlen_prefill, "varlen_prefill"), (varlen_backward, "varlen_backward")):
-        kernel = functools.partial(getattr(package, name), interpret=plgpu.InterpretGPUParams())
-        monkeypatch.setattr(package, name, kernel)
+    for package in (varlen_prefill, varlen_backward):
         few = lambda *args, default_sizes=package.default_sizes, **options: dataclasses.replace(
             default_sizes(*args, **options), ctas=2
         )
         monkeypatch.setattr(package, "default_sizes", few)
-    works = lambda modifier: [[backward.Work(case=CASE, modifier=modifier)]]
-    return lambda modifier: list(backward.measure_all(works(modifier), has_peer=False))
+    work = functools.partial(backward.Work, case=CASE, interpret=plgpu.InterpretGPUParams())
+    return lambda modifier: list(backward.measure_all([[work(modifier=modifier)]], has_peer=False))
 
 
 @pytest.mark.kernels
@@ -66,14 +65,12 @@ def test_row_has_both_passes_and_the_fraction_of_visible_pairs(rows):
     ],
 )
 def test_kernel_that_ignores_a_modifier_gets_no_row(rows, monkeypatch, capsys, modifier, without, message):
-    package, name = (
-        (varlen_backward, "varlen_backward") if "mask" in without else (varlen_prefill, "varlen_prefill")
-    )
-    kernel = getattr(package, name)
+    module, name = (varlen_backward, "varlen_backward") if "mask" in without else (forward, "varlen_prefill")
+    kernel = getattr(module, name)
     faulty_kernel = lambda *args, **options: kernel(
         *args, **{k: x for k, x in options.items() if k not in without}
     )
-    monkeypatch.setattr(package, name, faulty_kernel)
+    monkeypatch.setattr(module, name, faulty_kernel)
     assert rows(modifier) == []
     assert re.search(message, capsys.readouterr().out)
 

@@ -1,7 +1,5 @@
 """Gradients of attention over packed keys with the Mosaic GPU kernel varlen_backward."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -112,7 +110,7 @@ def _call_kernel(
         grad_lse = heads_to_rows(jnp.where(jnp.isneginf(lse), 0.0, grad_lse).T, rows).T
     lse = heads_to_rows(lse.T, rows).T
     lens = PackedLens(metadata.query_start_loc * rows, metadata.seq_lens, kv.kv_start_loc)
-    score = dataclasses.replace(score_of(spec), rows_per_token=rows)
+    score = score_of(spec, rows)
     mean_len = inputs.query.shape[0] // max(num_reqs, 1)
     gpu = architectures.kernel_architecture(query)
     sizes = backward_sizes(mask, spec, mean_len=mean_len, rows_per_token=rows, gpu=gpu)

@@ -46,6 +46,7 @@ class PrefillKernelConfig:
         sizes: Tile sizes and resources that the kernel is compiled for.
         has_lists: Whether the kernel visits the KV tiles of a list.
         list_block_size: Number of keys per listed block if tiles hold several listed blocks, else None.
+        rows_per_token: Number of query heads that are taken as rows of one head, see query_rows.py.
         is_packed: Whether keys are outside a paged cache.
         uses_cache_read: Whether cache_read dequantizes an 8-bit cache before the kernel runs.
         dequantizes: Whether the kernel itself dequantizes an 8-bit cache.
@@ -56,6 +57,7 @@ class PrefillKernelConfig:
     sizes: varlen_prefill.PrefillSizes
     has_lists: bool = False
     list_block_size: int | None = None
+    rows_per_token: int = 1
     is_packed: bool = False
     uses_cache_read: bool = False
     dequantizes: bool = False
@@ -77,8 +79,8 @@ class PrefillKernelConfig:
     @property
     def tiles(self) -> str:
         """Short description of the kernel's tiles."""
-        heads = self.sizes.pack_gqa
-        shared = "" if heads == 1 else f", {heads} heads of {self.sizes.tile_tokens} tokens each"
+        heads = self.sizes.pack_gqa * self.rows_per_token
+        shared = "" if heads == 1 else f", {heads} heads of {self.sizes.tile_q // heads} tokens each"
         return _describe_tiles(self.sizes.tile_q, self.sizes) + shared
 
     @property
@@ -96,7 +98,7 @@ def _describe_tiles(queries: int, sizes: paged_decode.DecodeSizes | varlen_prefi
     return f"{queries} x {sizes.tile_kv} keys, {sizes.stages} stages"
 
 
-def score_of(spec: AttentionSpec) -> Score:
+def score_of(spec: AttentionSpec, rows_per_token: int = 1) -> Score:
     """Return the Score of a spec: how kernels compute and mask attention scores."""
     return Score(
         scale=spec.softmax_scale,
@@ -105,4 +107,5 @@ def score_of(spec: AttentionSpec) -> Score:
         chunk_size=spec.chunk_size,
         soft_cap=spec.soft_cap,
         sqrt_alibi=spec.sqrt_alibi,
+        rows_per_token=rows_per_token,
     )

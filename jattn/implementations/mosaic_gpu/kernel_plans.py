@@ -86,7 +86,8 @@ def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...
     layer_key = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
     list_key = layer_key if kernel.has_lists else ()
     split_key = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
-    return "prefill", list_key, split_key, *mask, kernel.sizes, kernel.has_lists, kernel.list_block_size
+    list_options = kernel.has_lists, kernel.list_block_size, kernel.rows_per_token
+    return "prefill", list_key, split_key, *mask, kernel.sizes, *list_options
 
 
 def plan_decode_kernel(
@@ -145,12 +146,13 @@ def plan_prefill_kernel(
     seq_lens = metadata.seq_lens
     if kv_start_loc is None:  # tokens past the last column of the block table have no block
         seq_lens = jnp.minimum(seq_lens, metadata.block_table.shape[1] * metadata.block_size)
+    rows_per_token = kernel.rows_per_token
     schedule = prefill_kernel.make_schedule(
-        metadata.query_start_loc,
+        metadata.query_start_loc * rows_per_token,
         seq_lens,
         kv_start_loc,
-        num_tokens=metadata.bucket.max_tokens,
-        score=score_of(spec),
+        num_tokens=metadata.bucket.max_tokens * rows_per_token,
+        score=score_of(spec, rows_per_token),
         sizes=kernel.sizes,
         q_heads=spec.num_q_heads,
         has_lists=kernel.has_lists,
@@ -174,6 +176,7 @@ def plan_prefill_kernel(
             max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
             is_packed=kernel.is_packed,
             is_prefill=metadata.bucket.max_decodes == 0,
+            rows_per_token=rows_per_token,
         )
         mask_plan = tile_lists.plan_mask(mask, spec, schedule, kernel.sizes, bounds, kernel.list_block_size)
     return PrefillKernelPlan(schedule=schedule, mask=mask_plan, columns=columns)

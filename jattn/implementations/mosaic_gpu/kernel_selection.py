@@ -11,13 +11,14 @@ from jattn.implementations.mosaic_gpu.kernel_config import (
     PrefillKernelConfig,
     score_of,
 )
+from jattn.implementations.mosaic_gpu.query_rows import num_rows_per_token
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
+from pallas_kernels import architectures, support
 from pallas_kernels import paged_decode as decode_kernel
-from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
 from pallas_kernels.score_mod import looks_up_each_pair, why_no_kernel
-from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES
+from pallas_kernels.varlen_prefill import LIST_BLOCK_SIZES, PACK_GQA_CHOICES
 
 
 def choose_kernel(
@@ -117,7 +118,8 @@ def _choose_prefill(
     if mask is not None:
         # One packed request may have all tokens.
         max_seq_len = region.bucket.max_tokens if is_packed else region.max_blocks * region.block_size
-        list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
+        rows = _rows_per_token(layer, region, mask, gpu)
+        list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed, rows_per_token=rows)
         columns_sizes, packed = None, None
         # A score function needs the positions of a tile's keys, which must be consecutive.
         if layer.score_function is None:
@@ -128,7 +130,7 @@ def _choose_prefill(
         if packed is not None:
             sizes, list_block_size = packed
         else:
-            sizes, list_block_size = sparse_sizes(spec, mask, gpu), None
+            sizes, list_block_size = sparse_sizes(spec, mask, gpu, rows), None
             reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
             if reason is not None:
                 return reason
@@ -136,6 +138,7 @@ def _choose_prefill(
             sizes=sizes,
             has_lists=True,
             list_block_size=list_block_size,
+            rows_per_token=rows,
             is_packed=is_packed,
             uses_cache_read=is_quantized,
             columns_sizes=columns_sizes,
@@ -184,9 +187,22 @@ def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.Call
     return reason is None and is_faster and not spec.batch_invariant
 
 
-def sparse_sizes(spec: AttentionSpec, mask: Mask, gpu: str = "9.0") -> prefill_kernel.PrefillSizes:
+def _rows_per_token(layer: LayerConfig, region: RegionSizes, mask: Mask, gpu: str) -> int:
+    """Return how many query heads the prefill kernel takes as rows of one head under a mask."""
+    if layer.score_function is not None or layer.spec.batch_invariant:
+        return 1  # A row must tell its head, and its bits must not depend on the size of the batch.
+    bucket = region.bucket
+    rows = num_rows_per_token(mask, layer.spec, num_tokens=bucket.max_tokens, num_reqs=bucket.max_reqs)
+    # A few heads are packed by TMA, without a copy of the queries.
+    is_packed_by_tma = architectures.ARCHITECTURES[gpu].has_wgmma and rows <= max(PACK_GQA_CHOICES)
+    return 1 if is_packed_by_tma else rows
+
+
+def sparse_sizes(
+    spec: AttentionSpec, mask: Mask, gpu: str = "9.0", rows_per_token: int = 1
+) -> prefill_kernel.PrefillSizes:
     """Return the prefill kernel's sizes under a mask: tiles no larger than the mask's blocks if possible."""
-    blocks = tile_lists.mask_blocks(mask, spec)
+    blocks = tile_lists.mask_blocks(mask, spec, rows_per_token)
     return prefill_kernel.default_sizes(
         spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant, blocks=blocks, gpu=gpu
     )

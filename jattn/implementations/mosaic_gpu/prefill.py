@@ -8,6 +8,7 @@ from jattn.cache import PackedKV
 from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_spec
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
+from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, rows_to_heads
 from jattn.implementations.region_inputs import OutAndLse, RegionInputs
 from jattn.merge import merge_attention_outputs
 from pallas_kernels.shared import Interpret
@@ -30,9 +31,11 @@ def attend_prefill(
     if kernel.columns_sizes is not None and alibi_slopes is not None:
         # The kernel adds ALiBi by the index of a key, which is not the position of a gathered key.
         kernel, kernel_plan = dataclasses.replace(kernel, columns_sizes=None), None
-    if kernel.list_block_size is not None and alibi_slopes is not None:
-        # ALiBi needs the keys of a tile to be consecutive.
-        kernel, kernel_plan = dataclasses.replace(kernel, list_block_size=None), None
+    has_tiles_of_blocks = kernel.list_block_size is not None or kernel.rows_per_token > 1
+    if has_tiles_of_blocks and alibi_slopes is not None:
+        # ALiBi needs the keys of a tile to be consecutive, and a row's head to be that of its tile.
+        kernel = dataclasses.replace(kernel, list_block_size=None, rows_per_token=1)
+        kernel_plan = None
     if kernel_plan is None:
         starts, max_seq_len = None, None
         if isinstance(kv, PackedKV):
@@ -66,7 +69,7 @@ def _call_kernel(
     interpret: Interpret,
 ) -> OutAndLse:
     """Call varlen_prefill once, with the mask of the kernel plan."""
-    kv, metadata, score_mod = inputs.kv, inputs.metadata, inputs.score_mod
+    kv, metadata, score_mod, rows = inputs.kv, inputs.metadata, inputs.score_mod, kernel.rows_per_token
     kv_start_loc, block_table, layout, k_scale, v_scale = None, None, "NHD", None, None
     if isinstance(kv, PackedKV):
         kv_start_loc = kv.kv_start_loc
@@ -76,13 +79,13 @@ def _call_kernel(
             k_scale = None if kv.stored_k_scale is None else jnp.asarray(kv.stored_k_scale)
             v_scale = None if kv.stored_v_scale is None else jnp.asarray(kv.stored_v_scale)
     mask = kernel_plan.mask
-    return varlen_prefill(
-        inputs.query,
+    out, lse = varlen_prefill(
+        heads_to_rows(inputs.query, rows),
         jnp.asarray(kv.k),
         jnp.asarray(kv.v),
-        metadata.query_start_loc,
+        metadata.query_start_loc * rows,
         metadata.seq_lens,
-        score=score_of(inputs.spec),
+        score=score_of(inputs.spec, rows),
         kv_start_loc=kv_start_loc,
         block_table=block_table,
         layout=layout,
@@ -99,3 +102,4 @@ def _call_kernel(
         return_lse=return_lse,
         interpret=interpret,
     )
+    return rows_to_heads(out, rows), None if lse is None else rows_to_heads(lse.T, rows).T

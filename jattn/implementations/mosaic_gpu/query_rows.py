@@ -1,8 +1,8 @@
 """Query heads that share a mask of blocks, as rows of one head.
 
-A tile of varlen_backward has 64 rows of queries and visits the keys that any of them attends to: if the mask
-differs from token to token, as in native sparse attention, 64 tokens attend to most keys. So the queries of
-several heads become consecutive rows of each token: [tokens, heads, head_dim] to
+A tile has 64 rows of queries and visits the keys that any of them attends to: if the mask differs from token
+to token, as in native sparse attention, 64 tokens attend to most keys. So the queries of several heads become
+consecutive rows of each token: [tokens, heads, head_dim] to
 [tokens * rows_per_token, heads / rows_per_token, head_dim]. With Score.rows_per_token the kernel masks each
 row by the position of its token.
 """
@@ -81,11 +81,11 @@ def heads_to_rows(
 
 
 def rows_to_heads(
-    x: Shaped[Array, "rows head_groups head_dim"], rows_per_token: int
-) -> Shaped[Array, "tokens heads head_dim"]:
+    x: Shaped[Array, "rows head_groups *head_dim"], rows_per_token: int
+) -> Shaped[Array, "tokens heads *head_dim"]:
     """Return an array of rows as heads; the inverse of heads_to_rows."""
     if rows_per_token == 1:
         return x
-    rows, groups, head_dim = x.shape
-    x = x.reshape(rows // rows_per_token, rows_per_token, groups, head_dim)
-    return x.swapaxes(1, 2).reshape(rows // rows_per_token, groups * rows_per_token, head_dim)
+    rows, groups, *head_dim = x.shape
+    x = x.reshape(rows // rows_per_token, rows_per_token, groups, *head_dim)
+    return x.swapaxes(1, 2).reshape(rows // rows_per_token, groups * rows_per_token, *head_dim)

@@ -77,7 +77,8 @@ class MaskPlan:
     Attributes:
         lists: KV tiles that each query tile visits.
         pair_mask: Mask that the kernel evaluates pair by pair in partial tiles; None if there is none.
-        block_q: Queries per query block that the lists distinguish (static); None without query blocks.
+        block_q: Rows of queries per query block that the lists distinguish (static); None without query
+            blocks.
     """
 
     lists: PrefillTileLists
@@ -111,6 +112,7 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
     pairs: list[Mask] = []
     blocks: list[Mask] = []
     block_q: int | None = None
+    tile_tokens = sizes.tile_tokens // bounds.rows_per_token
     for factor in factors(mask):
         queries, block_kv = factor.block_shape or (None, 0)
         if (
@@ -118,7 +120,7 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
             and block_kv % keys == 0
             and not (factor.is_static or bounds.is_packed)
             and (block_q is None or queries in (None, block_q))
-            and (queries is None or num_query_blocks(sizes.tile_tokens, queries) <= MAX_QUERY_BLOCKS)
+            and (queries is None or num_query_blocks(tile_tokens, queries) <= MAX_QUERY_BLOCKS)
         ):
             blocks.append(factor)
             block_q = block_q or queries
@@ -130,13 +132,16 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
     return MaskFactors(pair_part, block_part, block_q)
 
 
-def mask_blocks(mask: Mask, spec: AttentionSpec) -> MaskBlocks:
-    """Return the blocks of queries and of keys of a mask, which tiles should not cut."""
+def mask_blocks(mask: Mask, spec: AttentionSpec, rows_per_token: int = 1) -> MaskBlocks:
+    """Return the blocks of queries, in rows, and of keys of a mask, which tiles should not cut."""
     shapes = [(leaf, *leaf.block_shape) for leaf in leaves(mask) if leaf.block_shape is not None]
     # A formula is evaluated pair by pair anyway, so tiles of queries may cut its blocks.
-    queries = tuple(size for leaf, size, _ in shapes if size is not None and not leaf.is_static)
+    queries = tuple(
+        rows_per_token * size for leaf, size, _ in shapes if size is not None and not leaf.is_static
+    )
     # The bits of a row depend on the tokens of its tile, of which fewer heads leave more.
-    shared_heads = 1 if spec.batch_invariant else heads_with_equal_masks(mask, spec)
+    has_heads = spec.batch_invariant or rows_per_token > 1
+    shared_heads = 1 if has_heads else heads_with_equal_masks(mask, spec)
     keys = tuple(size for _, _, size in shapes)
     # Layers that gather columns are taken to have slashes as isolated as their columns.
     return MaskBlocks(queries, keys, gathers_columns(mask, spec), shared_heads)
@@ -177,7 +182,7 @@ def packed_sizes(
     if spec.batch_invariant:
         # The bits of a row would depend on the blocks that other rows of its tile select.
         return None
-    blocks, run_size = mask_blocks(mask, spec), _run_block_size(mask, bounds)
+    blocks, run_size = mask_blocks(mask, spec, bounds.rows_per_token), _run_block_size(mask, bounds)
     if run_size:
         blocks = blocks._replace(keys=(*blocks.keys, run_size))
     # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
@@ -353,7 +358,8 @@ def plan_mask(
         any_visible &= functools.reduce(operator.or_, visible_by_block)
     # Query tiles that share keys are processed one after another, so that the keys stay in L2, if enough
     # query tiles remain to keep all SMs busy.
-    per_kv_head = schedule.table.shape[0] * (spec.q_heads_per_kv_head // sizes.pack_gqa)
+    heads_per_tile = sizes.pack_gqa * bounds.rows_per_token
+    per_kv_head = schedule.table.shape[0] * (spec.q_heads_per_kv_head // heads_per_tile)
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
     codes = encode_tiles(any_visible, all_visible, visible_by_block)
     lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
@@ -364,7 +370,8 @@ def plan_mask(
             pair_mask = kernel_mask(pairs, kernel_tiling(spec, sizes, keys, bounds))
         else:
             pair_mask = word_mask(pairs, block_tiling(spec, sizes, keys, bounds))
-    return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
+    block_q = None if parts.block_q is None else parts.block_q * bounds.rows_per_token
+    return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=block_q)
 
 
 class PackedLens(NamedTuple):
@@ -398,7 +405,7 @@ def backward_sizes(
     """
     score, deterministic, blocks = score_of(spec), spec.deterministic, None
     if mask is not None and mask.skips_most_tiles:
-        mean_len, blocks = 0, mask_blocks(mask_of_rows(mask, rows_per_token), spec)
+        mean_len, blocks = 0, mask_blocks(mask, spec, rows_per_token)
     elif mask is not None and any(factor.has_isolated_slashes for factor in factors(mask)):
         # With columns among the slashes, most tiles are visited anyway, and larger tiles load less.
         size = min(RUN_BLOCK_SIZES)

@@ -19,7 +19,6 @@ from pallas_kernels.list_tiles import encode_tiles
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import (
     BlockBits,
-    BlockBitWords,
     PairTile,
     PrefillSizes,
     make_schedule,
@@ -387,7 +386,7 @@ class PlainTile(PairTile):
 @pytest.mark.parametrize("block_kv", [16, 32, 64])
 def test_words_of_blocks_that_start_anywhere_have_a_bit_per_key(starts, block_kv):
     blocks = jnp.asarray(RNG.random((1, 1, 4, 9)) < 0.5)
-    mask = BlockBitWords(
+    mask = BlockBits(
         words=BlockBits.pack(blocks),
         first_q_block=None,
         row_block=64,
