@@ -122,23 +122,22 @@ def _transpose_codes(
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Return a code for each pair of a key tile and a tile of `num_queries` queries, of any request."""
     num, num_keys, last_kv_tile = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
-    by_kv_tile = codes.transpose(2, 1, 0)
 
-    def column(name: str) -> Int[Array, "key_tiles 1"]:
-        return schedule.table[:, COLUMNS.index(name)][:, None]
+    def column(name: str) -> Int[Array, "1 key_tiles"]:
+        return schedule.table[:, COLUMNS.index(name)][None, :]
 
     first, end = (query_tiles.first_tiles[column("req") + offset] for offset in (0, 1))
-    tile = jnp.arange(num, dtype=jnp.int32)[None, :]
+    tile = jnp.arange(num, dtype=jnp.int32)[:, None]
     in_request = (first <= tile) & (tile < end)
-    in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
-    is_full_tile = ((query_tiles.end - query_tiles.begin) == num_queries)[None, :]
+    in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[None, :]
+    is_full_tile = ((query_tiles.end - query_tiles.begin) == num_queries)[:, None]
 
     def coverage(begin: int) -> tuple[Array, Array]:
         """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""
         kv_tile = (column("kv_tile") * sizes.tile_kv + begin) // num_keys
         exists = in_request & (kv_tile <= last_kv_tile)
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
-        tile_codes = by_kv_tile[jnp.minimum(kv_tile[:, 0], last_kv_tile)]
+        tile_codes = codes[:, :, jnp.minimum(kv_tile[0], last_kv_tile)]
         is_visible = (tile_codes & (1 << VISIBLE_BIT) != 0) & exists[:, None, :]
         is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys)[:, None, :]
         return is_visible, is_full
@@ -146,4 +145,5 @@ def _transpose_codes(
     visible, full = zip(*map(coverage, range(0, sizes.tile_kv, num_keys)), strict=True)
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
     is_visible = functools.reduce(operator.or_, visible)
-    return encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
+    key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
+    return key_codes.transpose(2, 1, 0)  # last, so that XLA reads and writes whole sectors
