@@ -9,6 +9,7 @@ import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
@@ -122,6 +123,9 @@ def _transpose_codes(
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Return a code for each pair of a key tile and a tile of `num_queries` queries, of any request."""
     num, num_keys, last_kv_tile = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
+    # In this order of memory XLA computes each code once, from masks that it reads in order, and transposes
+    # the codes in tiles. Left to choose, it computes the codes in the order of the result.
+    codes = with_layout_constraint(codes, Layout((0, 1, 2)))
 
     def column(name: str) -> Int[Array, "1 key_tiles"]:
         return schedule.table[:, COLUMNS.index(name)][None, :]
@@ -146,4 +150,4 @@ def _transpose_codes(
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
     is_visible = functools.reduce(operator.or_, visible)
     key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
-    return key_codes.transpose(2, 1, 0)  # last, so that XLA reads and writes whole sectors
+    return key_codes.transpose(2, 1, 0)
