@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jattn import masks
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
-from jattn.cache import CacheSpec, PagedCache
+from jattn.cache import CacheSpec, PackedKV, PagedCache
 from jattn.spec import AttentionSpec
 from tests.masks.custom_masks import KeyRanges
 from tests.regions import attend_region
@@ -78,6 +78,11 @@ SHARED_MASKS = {
         block_mask(32, 32, heads=8, num_blocks=512),
     ),
 }
+# Masks of each token that 16 query heads share, which become rows of one head.
+TOKEN_MASKS = {
+    "tokens_64": lambda: block_mask(1, 64, heads=2, num_blocks=16384),
+    "tokens_32": lambda: block_mask(1, 32, heads=2, num_blocks=16384),
+}
 USER_MASKS = {
     "key_ranges": lambda: jax.eval_shape(
         lambda: KeyRanges(begin=jnp.zeros((2, 16384), jnp.int32), end=jnp.zeros((2, 16384), jnp.int32))
@@ -92,17 +97,28 @@ SPECS = {
 
 
 def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, **changes):
-    spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim, **changes)
-    bucket = Bucket(max_prefills=2, max_prefill_tokens=8192, max_blocks=16384 // block_size)
-    metadata = abstract_metadata(bucket, block_size)
-    sizes = {"num_blocks": 2048, "block_size": block_size, "num_kv_heads": 8, "head_dim": head_dim}
-    cache = jax.eval_shape(lambda: PagedCache.create(CacheSpec(**sizes)))
+    kv_heads = 2 if mask_name in TOKEN_MASKS else 8
+    spec = AttentionSpec(num_q_heads=32, num_kv_heads=kv_heads, head_dim=head_dim, **changes)
+    max_blocks = 16384 // block_size if block_size else 0
+    bucket = Bucket(max_prefills=2, max_prefill_tokens=8192, max_blocks=max_blocks)
+    metadata = abstract_metadata(bucket, block_size or 16)
     per_head = jax.ShapeDtypeStruct((32,), jnp.float32)
+    if block_size is None:
+        key = jax.ShapeDtypeStruct((8192, kv_heads, head_dim), jnp.bfloat16)
+        kv = PackedKV(k=key, v=key, kv_start_loc=metadata.seq_lens, is_in_order=True)
+    else:
+        sizes = {
+            "num_blocks": 2048,
+            "block_size": block_size,
+            "num_kv_heads": kv_heads,
+            "head_dim": head_dim,
+        }
+        kv = jax.eval_shape(lambda: PagedCache.create(CacheSpec(**sizes)))
     arrays = {
         "query": jax.ShapeDtypeStruct((8192, 32, head_dim), jnp.bfloat16),
-        "kv": cache,
+        "kv": kv,
         "metadata": metadata,
-        "mask": (MASKS | PACKED_MASKS | SHARED_MASKS | USER_MASKS)[mask_name](),
+        "mask": (MASKS | PACKED_MASKS | SHARED_MASKS | TOKEN_MASKS | USER_MASKS)[mask_name](),
         "sinks": per_head if has_sinks else None,
         "alibi_slopes": per_head if has_alibi else None,
     }
@@ -122,7 +138,11 @@ def aot_cases():
     every += [(mask, "plain", 16, 128) for mask in SHARED_MASKS]
     every += [(mask, "window_sinks", 64, 64) for mask in SHARED_MASKS]
     every += [(mask, "cap_alibi", 16, 128) for mask in ("shared_64", "shared_16")]
+    every += [(mask, "plain", 16, 128) for mask in TOKEN_MASKS]
+    every += [("tokens_64", "window_sinks", None, dim) for dim in (64, 128)]
+    every += [(mask, "plain", None, 128) for mask in ("blocks_128", "blocks_64", "blocks_32", "shared_64")]
+    every += [("tokens_32", "plain", None, 128), ("blocks_64", "cap_alibi", None, 128)]
     return {
-        f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
+        f"{mask}-{spec}-{block_size or 'packed'}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every
     }
