@@ -25,7 +25,6 @@ from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.kernels.cases import PrefillCase
 from benchmarks.kernels.score_mods import (
     Comparison,
-    kernel_arrays,
     modifier_arrays,
     with_baselines,
 )
@@ -33,13 +32,17 @@ from benchmarks.runner import Rows, kernel_times, wall_times
 from jattn.cache import PackedKV
 from jattn.dense.layout import layout_packed
 from jattn.implementations.layer_config import layer_config, region_sizes
+from jattn.implementations.mosaic_gpu.backward import (
+    GradientPlan,
+    choose_sizes,
+    plan_gradients,
+    planned_gradients,
+)
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
 from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel
 from jattn.implementations.mosaic_gpu.prefill import attend_prefill
-from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, num_rows_per_token, rows_to_heads
-from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
-from jattn.implementations.region_inputs import RegionInputs
+from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.architectures import NUM_SMS
@@ -88,24 +91,9 @@ class Work:
             if sizes.dq_sizes is not None:  # as many thread blocks as this GPU has SMs
                 sizes = dataclasses.replace(sizes, dq_sizes=dataclasses.replace(sizes.dq_sizes, ctas=NUM_SMS))
             return dataclasses.replace(sizes, **changes)
-        mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
-        mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
-        sizes = backward_sizes(mask, self.spec, mean_len=mean_len, rows_per_token=self.rows_per_token)
-        return dataclasses.replace(sizes, **changes)
-
-    @property
-    def rows_per_token(self) -> int:
-        """Return the number of query heads that the backward kernel takes as rows of one head."""
-        mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
-        if mask is None:
-            return 1
-        lens = self.case.query_lens
-        return num_rows_per_token(mask, self.spec, num_tokens=sum(lens), num_reqs=len(lens))
-
-    @property
-    def backward_score(self) -> Score:
-        """Return the score of the backward kernel."""
-        return dataclasses.replace(self.score, rows_per_token=self.rows_per_token)
+        chosen: list[backward.BackwardSizes] = []
+        jax.eval_shape(lambda: chosen.append(choose_sizes(self.inputs(self.arrays()))))
+        return dataclasses.replace(*chosen, **changes)
 
     @property
     def score(self) -> Score:
@@ -146,8 +134,6 @@ class Work:
             "value": draw(2, case.kv_heads),
             "grad_out": draw(3, case.q_heads),
             "query_start_loc": starts,
-            "seq_lens": jnp.asarray(case.query_lens, jnp.int32),
-            "kv_start_loc": starts[:-1],
             **modifier_arrays(self.modifier, case.q_heads),
             **{name: jnp.asarray(x) for name, x in make_sinks(case, self.modifier).items()},
             **({} if mask is None else {"mask": mask}),
@@ -197,38 +183,14 @@ class Work:
         kernel = self.forward_kernel(inputs)
         return attend_prefill(inputs, kernel, plan, return_lse=return_lse, interpret=self.interpret)
 
-    def schedule(self, arrays: Arrays) -> Any:
+    def plan(self, arrays: Arrays) -> GradientPlan:
         """Compute the schedule of the backward kernel, and its tile lists if there is a mask.
 
         A model computes them once per step for all layers.
         """
-        lens, (kv_tokens, kv_heads, head_dim) = _lens(arrays), arrays["key"].shape
-        lens = lens._replace(query_start_loc=lens.query_start_loc * self.rows_per_token)
-        num_rows = arrays["query"].shape[0] * self.rows_per_token
-        schedule = backward.make_schedule(
-            *lens,
-            kv_tokens=kv_tokens,
-            num_tokens=num_rows,
-            has_lists="mask" in arrays,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            score=self.backward_score,
-            sizes=self.sizes,
-        )
-        if "mask" not in arrays:
-            return schedule, None, None
-        return schedule, *plan_backward_mask(
-            arrays["mask"],
-            self.spec,
-            lens,
-            schedule,
-            num_rows=num_rows,
-            max_seq_len=self.max_seq_len,
-            sizes=self.sizes,
-            rows_per_token=self.rows_per_token,
-        )
+        return plan_gradients(self.inputs(arrays), self.sizes)
 
-    def run(self, arrays: Arrays, plan: Any) -> tuple[jax.Array, ...]:
+    def run(self, arrays: Arrays, plan: GradientPlan) -> tuple[jax.Array, ...]:
         """Run the backward kernel and return the gradients of queries, keys and values.
 
         The log-sum-exps contain the sinks, whose gradients need no kernel. If heads become rows of queries,
@@ -236,23 +198,10 @@ class Work:
 
         Args:
             arrays: Inputs, the output and the log-sum-exps.
-            plan: Result of `schedule`.
+            plan: Result of `plan`.
         """
-        schedule, lists, mask = plan
-        inputs = kernel_arrays({name: x for name, x in arrays.items() if name not in ("mask", "sinks")})
-        rows = self.rows_per_token
-        inputs |= {name: heads_to_rows(inputs[name], rows) for name in ("query", "out", "grad_out")}
-        inputs["lse"] = heads_to_rows(inputs["lse"].T, rows).T
-        inputs["query_start_loc"] *= rows
-        dq, dk, dv = backward.varlen_backward(
-            **inputs, score=self.backward_score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask,
-            interpret=self.interpret,
-        )  # fmt: skip
-        return rows_to_heads(dq, rows), dk, dv
-
-
-def _lens(arrays: Arrays) -> PackedLens:
-    return PackedLens(*(arrays[name] for name in PackedLens._fields))
+        outputs = OutputGradients(arrays["out"], arrays["lse"], arrays["grad_out"], None)
+        return planned_gradients(self.inputs(arrays), outputs, self.sizes, plan, interpret=self.interpret)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -342,7 +291,7 @@ def lower(works: list[Work]) -> dict[str, Any]:
     out, lse = add("forward_lse", functools.partial(first.forward, return_lse=True), arrays, plan)
     arrays = arrays | {"out": out, "lse": lse}
     for work in works:
-        plan = add(f"schedule {work.variant}", work.schedule, arrays)
+        plan = add(f"plan {work.variant}", work.plan, arrays)
         add(f"run {work.variant}", work.run, arrays, plan)
     return programs
 
@@ -381,7 +330,7 @@ def measure(
     first_columns |= measure_cudnn(first, arrays, flops) if has_peer else {}
     first_grads = None
     for work in works:
-        schedule, schedule_time = kernel_times(runs[f"schedule {work.variant}"], arrays)
+        schedule, schedule_time = kernel_times(runs[f"plan {work.variant}"], arrays)
         grads, time = kernel_times(runs[f"run {work.variant}"], arrays, schedule)
         grads = dict(zip(GRADIENTS, grads, strict=True))
         if first_grads is None:
@@ -437,7 +386,7 @@ def wall_columns(
         work: What to measure.
         arrays: Inputs.
         plan: Result of `Work.forward_plan`.
-        schedule: Result of `Work.schedule`.
+        schedule: Result of `Work.plan`.
         expected: Gradients of the kernels.
 
     Raises:

@@ -1,5 +1,7 @@
 """Gradients of attention over packed keys with the Mosaic GPU kernel varlen_backward."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -77,8 +79,7 @@ def gradients(
     """
     kv, metadata, spec, mask, columns = inputs.kv, inputs.metadata, inputs.spec, inputs.mask, None
     assert isinstance(kv, PackedKV)
-    is_positional = inputs.alibi_slopes is not None or inputs.score_mod is not None
-    if mask is not None and gathers_columns(mask, spec) and not is_positional:
+    if mask is not None and gathers_columns(mask, spec) and not _is_positional(inputs):
         columns, mask = mask.split_gathered()
     dq, dk, dv = _call_kernel(replace(inputs, mask=mask), outputs, interpret)
     if columns is None:
@@ -93,44 +94,103 @@ def gradients(
     return dq, dk, dv
 
 
+class GradientPlan(NamedTuple):
+    """Schedule and mask of a call of varlen_backward.
+
+    Attributes:
+        schedule: Key tiles, and the query tiles of a dq kernel.
+        lists: Query tiles that attend to each key tile; None without a mask.
+        mask: Mask of the pairs in partial tiles; None without a mask.
+    """
+
+    schedule: kernel.BackwardSchedule
+    lists: kernel.BackwardTileLists | None = None
+    mask: kernel.BackwardMask | None = None
+
+
 def _call_kernel(
     inputs: RegionInputs, outputs: OutputGradients, interpret: Interpret
 ) -> tuple[Array, Array, Array]:
     """Call varlen_backward once."""
-    kv, metadata, spec, mask = inputs.kv, inputs.metadata, inputs.spec, inputs.mask
-    alibi_slopes, score_mod = inputs.alibi_slopes, inputs.score_mod
-    is_positional = alibi_slopes is not None or score_mod is not None
+    sizes = choose_sizes(inputs)
+    return planned_gradients(inputs, outputs, sizes, plan_gradients(inputs, sizes), interpret=interpret)
+
+
+def choose_sizes(inputs: RegionInputs) -> kernel.BackwardSizes:
+    """Return the sizes of varlen_backward for a region."""
+    mean_len = inputs.query.shape[0] // max(len(inputs.metadata.seq_lens), 1)
+    gpu = architectures.kernel_architecture(inputs.query)
+    return backward_sizes(
+        inputs.mask, inputs.spec, mean_len=mean_len, rows_per_token=_rows_per_token(inputs), gpu=gpu
+    )
+
+
+def plan_gradients(inputs: RegionInputs, sizes: kernel.BackwardSizes) -> GradientPlan:
+    """Build the schedule and the tile lists of a call of varlen_backward. Works inside jit.
+
+    Args:
+        inputs: Inputs of the forward pass.
+        sizes: Sizes of the kernels.
+    """
+    kv, spec, mask, rows = inputs.kv, inputs.spec, inputs.mask, _rows_per_token(inputs)
     assert isinstance(kv, PackedKV)
-    rows, (num_reqs,) = 1, metadata.seq_lens.shape
-    if mask is not None and not is_positional:  # a row does not tell its head
-        rows = num_rows_per_token(mask, spec, num_tokens=inputs.query.shape[0], num_reqs=num_reqs)
+    (kv_tokens, kv_heads, head_dim), num_rows, lens = kv.k.shape, inputs.query.shape[0] * rows, _lens(inputs)
+    schedule = kernel.make_schedule(
+        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score_of(spec, rows),
+        sizes=sizes, num_tokens=num_rows, has_lists=mask is not None,
+    )  # fmt: skip
+    if mask is None:
+        return GradientPlan(schedule)
+    lists, pair_mask = plan_backward_mask(
+        mask, spec, lens, schedule,
+        sizes=sizes, num_rows=num_rows, max_seq_len=kv.max_keys_per_row, rows_per_token=rows,
+        packs_blocks=not _is_positional(inputs),
+    )  # fmt: skip
+    return GradientPlan(schedule, lists, pair_mask)
+
+
+def planned_gradients(
+    inputs: RegionInputs,
+    outputs: OutputGradients,
+    sizes: kernel.BackwardSizes,
+    plan: GradientPlan,
+    *,
+    interpret: Interpret,
+) -> tuple[Array, Array, Array]:
+    """Call varlen_backward with a plan from plan_gradients; see `gradients`."""
+    kv, spec, score_mod, rows = inputs.kv, inputs.spec, inputs.score_mod, _rows_per_token(inputs)
+    assert isinstance(kv, PackedKV)
     query, out, grad_out = (heads_to_rows(x, rows) for x in (inputs.query, outputs.out, outputs.grad_out))
     lse, grad_lse = outputs.lse, outputs.grad_lse
     if grad_lse is not None:  # the gradient of a row without keys may hold NaN
         grad_lse = heads_to_rows(jnp.where(jnp.isneginf(lse), 0.0, grad_lse).T, rows).T
     lse = heads_to_rows(lse.T, rows).T
-    lens = PackedLens(metadata.query_start_loc * rows, metadata.seq_lens, kv.kv_start_loc)
-    score = score_of(spec, rows)
-    mean_len = inputs.query.shape[0] // max(num_reqs, 1)
-    gpu = architectures.kernel_architecture(query)
-    sizes = backward_sizes(mask, spec, mean_len=mean_len, rows_per_token=rows, gpu=gpu)
-    kv_tokens, kv_heads, head_dim = kv.k.shape
-    schedule = kernel.make_schedule(
-        *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
-        num_tokens=query.shape[0], has_lists=mask is not None,
-    )  # fmt: skip
-    lists: kernel.BackwardTileLists | None = None
-    pair_mask: kernel.BackwardMask | None = None
-    if mask is not None:
-        lists, pair_mask = plan_backward_mask(
-            mask, spec, lens, schedule,
-            sizes=sizes, num_rows=query.shape[0], max_seq_len=kv.max_keys_per_row, rows_per_token=rows,
-            packs_blocks=not is_positional,
-        )  # fmt: skip
     dq, dk, dv = kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
-        **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
-        deterministic=spec.deterministic, sizes=sizes, interpret=interpret, lists=lists, mask=pair_mask,
-        score_mod=None if score_mod is None else score_mod.for_kernels(),
+        **_lens(inputs)._asdict(), score=score_of(spec, rows), grad_lse=grad_lse,
+        alibi_slopes=inputs.alibi_slopes, score_mod=None if score_mod is None else score_mod.for_kernels(),
+        schedule=plan.schedule, lists=plan.lists, mask=plan.mask, deterministic=spec.deterministic,
+        sizes=sizes, interpret=interpret,
     )  # fmt: skip
     return rows_to_heads(dq, rows), dk, dv
+
+
+def _is_positional(inputs: RegionInputs) -> bool:
+    """Return whether scores depend on positions, or heads, other than by the mask."""
+    return inputs.alibi_slopes is not None or inputs.score_mod is not None
+
+
+def _rows_per_token(inputs: RegionInputs) -> int:
+    """Return how many query heads the kernel takes as rows of one head."""
+    if inputs.mask is None or _is_positional(inputs):  # a row does not tell its head
+        return 1
+    num_tokens, num_reqs = len(inputs.query), len(inputs.metadata.seq_lens)
+    return num_rows_per_token(inputs.mask, inputs.spec, num_tokens=num_tokens, num_reqs=num_reqs)
+
+
+def _lens(inputs: RegionInputs) -> PackedLens:
+    """Return the location of the rows of the requests' queries, and of the keys."""
+    kv, metadata = inputs.kv, inputs.metadata
+    assert isinstance(kv, PackedKV)
+    starts = metadata.query_start_loc * _rows_per_token(inputs)
+    return PackedLens(starts, metadata.seq_lens, kv.kv_start_loc)
