@@ -10,6 +10,14 @@ from jaxtyping import Array, Bool, Int32
 from pallas_kernels.shared.types import Scalar
 
 
+def full_like(x: Any, value: int) -> Any:
+    """Return an int32 scalar or array of the shape of `x`, all of one value.
+
+    jnp.full_like of a scalar with an explicit sharding becomes a reshard, which kernels do not support.
+    """
+    return jnp.int32(value) if jnp.ndim(x) == 0 else jnp.full_like(x, value)
+
+
 def floor_div(position: Any, size: int) -> Any:
     """Return `position // size` for int32 positions, which may be negative; kernels have no floor division.
 
@@ -19,9 +27,9 @@ def floor_div(position: Any, size: int) -> Any:
         size: Static divisor, at least 1.
     """
     if size & (size - 1) == 0:
-        return lax.shift_right_arithmetic(position, jnp.full_like(position, size.bit_length() - 1))
-    is_negative = lax.shift_right_arithmetic(position, jnp.full_like(position, 31))  # all bits set, or none
-    return lax.div(position - (is_negative & (size - 1)), jnp.full_like(position, size))
+        return lax.shift_right_arithmetic(position, full_like(position, size.bit_length() - 1))
+    is_negative = lax.shift_right_arithmetic(position, full_like(position, 31))  # all bits set, or none
+    return lax.div(position - (is_negative & (size - 1)), full_like(position, size))
 
 
 def alternating_rounds(

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.shared import floor_div, normalize_window_side
+from pallas_kernels.shared import floor_div, full_like, normalize_window_side
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 from pallas_kernels.varlen_prefill.kernel_mask import (
     MAX_ROWS,
@@ -299,7 +299,7 @@ class BlockBits(KernelMask):
                 if row_block.ndim
                 else self.words[*line, row_block]
             )
-            shift = lax.rem(begin, jnp.full_like(begin, HALF))
+            shift = lax.rem(begin, full_like(begin, HALF))
             return jnp.where(
                 is_inside, lax.shift_right_logical(stored, jnp.broadcast_to(shift, stored.shape)), 0
             )
@@ -454,8 +454,7 @@ class PairBits(KernelMask):
 
 def _quotient(x: Any, size: int) -> Any:
     """Return `x // size` for x >= 0."""
-    # full_like of a scalar with an explicit sharding becomes a reshard, which kernels do not support.
-    return lax.div(x, jnp.int32(size) if jnp.ndim(x) == 0 else jnp.full_like(x, size))
+    return lax.div(x, full_like(x, size))
 
 
 @policy
