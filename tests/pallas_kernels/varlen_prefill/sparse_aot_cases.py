@@ -105,7 +105,8 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
     per_head = jax.ShapeDtypeStruct((32,), jnp.float32)
     if block_size is None:
         key = jax.ShapeDtypeStruct((8192, kv_heads, head_dim), jnp.bfloat16)
-        kv = PackedKV(k=key, v=key, kv_start_loc=metadata.seq_lens, is_in_order=True)
+        make = lambda k, starts: PackedKV(k=k, v=k, kv_start_loc=starts, is_in_order=True)
+        kv = jax.eval_shape(make, key, metadata.seq_lens)
     else:
         sizes = {
             "num_blocks": 2048,
