@@ -5,7 +5,10 @@ nvidia-nvvm or from a CUDA toolkit; no driver. `make test-kernels` installs the 
 the tests fail. XLA's own kernels are not autotuned here, so only Pallas kernels can be judged.
 """
 
+import atexit
+import functools
 import importlib.util
+import json
 import math
 import os
 import pathlib
@@ -13,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +26,8 @@ from pallas_kernels import architectures
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 # Tasks that need only XLA's program around the kernels, and therefore empty kernels, which compile quickly.
 TASKS_OF_EMPTY_KERNELS = ("compile_empty", "count", "partition", "slices", "copies", "beforehand")
+# What nearly every case imports.
+IMPORTED_BY_ALL = ("flax.nnx", "jax.experimental.topologies", "jattn.models", "pallas_kernels.varlen_backward")
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -168,6 +174,21 @@ def copied_bytes(module: str, names: list[str]) -> dict[str, int]:
 
 def _run_alone(task: str, module: str, names: list[str], gpu: str = "9.0", **more: str) -> dict[str, str]:
     """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
+    server = _server()
+    with tempfile.TemporaryDirectory() as folder:
+        out, error = (pathlib.Path(folder) / name for name in ("out", "error"))
+        request = [[str(out), str(error)], more, [task, gpu, module, names]]
+        print(json.dumps(request), file=server.stdin, flush=True)
+        code = server.stdout.readline().strip()
+        assert code, "the process that starts ahead-of-time compilations has ended"
+        assert code == "0", (out.read_text() + error.read_text())[-4000:]
+        _, *parts = re.split(r"^== (.*)$", out.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@functools.cache
+def _server() -> subprocess.Popen:
+    """Return a process of `serve`, which ends with this process."""
     folder = plugin_folder()
     assert folder is not None
     environment = os.environ | {
@@ -177,16 +198,12 @@ def _run_alone(task: str, module: str, names: list[str], gpu: str = "9.0", **mor
         "JAX_PLATFORMS": "cpu",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_RUNTIME_LIB_PATH": str(folder / "libmosaic_gpu_runtime.so"),
-        **more,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.aot", task, gpu, module, *names],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
-    _, *parts = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    command = [sys.executable, "-m", "tests.aot"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+    atexit.register(server.communicate)  # closes its input and waits
+    return server
 
 
 def calls_in(report: str) -> int:
@@ -269,7 +286,7 @@ def empty_kernels() -> None:
 
 
 def main(task: str, gpu: str, module: str, names: list[str]) -> None:
-    """Compile or lower each case and print its report; runs in the subprocess that _run_alone starts."""
+    """Compile or lower each case and print its report; runs in the subprocess that `serve` starts."""
     import jax
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import core, utils
@@ -323,5 +340,25 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
             assert not donated or memory.temp_size_in_bytes < num_bytes / 16, f"{name}: {memory}"
 
 
+def serve() -> None:
+    """Run `main` for each request of the standard input in a copy of this process, and print its exit code.
+
+    A copy starts with JAX imported but without a backend, as if it were a new process, which takes seconds.
+    """
+    for name in IMPORTED_BY_ALL:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        files, environment, arguments = json.loads(line)
+        copy = os.fork()
+        if copy == 0:
+            for descriptor, file in enumerate(files, start=1):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+            os.environ.update(environment)
+            main(*arguments)
+            return
+        _, status = os.waitpid(copy, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
+    serve()

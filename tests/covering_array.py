@@ -3,6 +3,7 @@
 `select_each_value` selects fewer, for tests on a GPU, which compile a kernel for each case.
 """
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -10,15 +11,28 @@ from collections.abc import Callable, Sequence
 
 def covering_array(
     factors: dict[str, list],
-    allowed: Callable[[dict], bool] = lambda case: True,
+    allowed: Callable[[dict], bool] | None = None,
     *,
     tries: int = 60,
     seed: int = 0,
 ) -> list[dict]:
     """Return cases over `factors` that contain each pair of values that some allowed case contains.
 
-    `allowed` must accept partial cases (missing factors) unless they already break a rule.
+    `allowed` must accept partial cases (missing factors) unless they already break a rule; None = all cases.
+    With `allowed`, values must be hashable.
     """
+    if allowed is None:  # the numbers of values determine the cases
+        values = tuple((name, tuple(range(len(factors[name])))) for name in factors)
+    else:
+        values = tuple((name, tuple(factors[name])) for name in factors)
+    indices = _covering_indices(values, allowed, tries, seed)
+    return [{name: factors[name][case[name]] for name in factors} for case in indices]
+
+
+@functools.cache  # several modules have the same cases
+def _covering_indices(values, allowed, tries: int, seed: int) -> list[dict[str, int]]:
+    """Return the index of each factor's value for each case of `covering_array`."""
+    factors = dict(values)
     rng = random.Random(seed)
     names = list(factors)
     choices = [(name, index) for name in names for index in range(len(factors[name]))]
@@ -26,7 +40,7 @@ def covering_array(
     left = [
         ((a, x), (b, y))
         for (a, x), (b, y) in itertools.combinations(choices, 2)
-        if a != b and allowed({a: factors[a][x], b: factors[b][y]})
+        if a != b and (allowed is None or allowed({a: factors[a][x], b: factors[b][y]}))
     ]
     left.sort()
     missing = dict.fromkeys(
@@ -45,7 +59,7 @@ def covering_array(
         for choice in best.items():
             missing[choice] &= ~pair_bits
         left = [(value, other_value) for value, other_value in left if missing[value] & bit_of[other_value]]
-        cases.append({name: factors[name][best[name]] for name in names})
+        cases.append(best)
     return cases
 
 
@@ -90,7 +104,7 @@ def _candidate(factors, bit_of, missing, start, allowed, rng) -> dict[str, int] 
     for name in rest:
         options = []
         for index, value in enumerate(factors[name]):
-            if allowed(grown | {name: value}):
+            if allowed is None or allowed(grown | {name: value}):
                 options.append(((missing[name, index] & pair_bits).bit_count(), rng.random(), index))
         if not options:
             return None
