@@ -27,7 +27,12 @@ COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "
 # Tasks that need only XLA's program around the kernels, and therefore empty kernels, which compile quickly.
 TASKS_OF_EMPTY_KERNELS = ("compile_empty", "count", "partition", "slices", "copies", "beforehand")
 # What nearly every case imports.
-IMPORTED_BY_ALL = ("flax.nnx", "jax.experimental.topologies", "jattn.models", "pallas_kernels.varlen_backward")
+IMPORTED_BY_ALL = (
+    "flax.nnx",
+    "jax.experimental.topologies",
+    "jattn.models",
+    "pallas_kernels.varlen_backward",
+)
 ROOT = pathlib.Path(__file__).parent.parent
 
 

@@ -72,11 +72,11 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def stored(x: np.ndarray, dtype: Any) -> jax.Array:
+def stored(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Return random values in a cache dtype."""
     if jnp.dtype(dtype) == jnp.int8:
-        return jnp.asarray(np.clip(np.round(x * 40), -128, 127), jnp.int8)
-    return jnp.asarray(x, f32).astype(dtype)
+        return np.asarray(np.clip(np.round(x * 40), -128, 127), jnp.int8)
+    return np.asarray(x, f32).astype(jnp.dtype(dtype))
 
 
 def tile_of(
@@ -92,7 +92,7 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, has_fp8_con
     """
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype, has_fp8_conversion)
     cut = tile.head_chunks
-    q = jnp.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
+    q = np.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
     k = stored(drawn(cut.num_chunks, 64, cut.width, seed=1), cache_dtype)
 
     def body(q_g, k_g, s_g, factor_g, q_s, k_s, loaded):
@@ -123,10 +123,10 @@ def values(
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype, has_fp8_conversion)
     cut, dim = tile.head_chunks, tile.head_chunks.padded_dim
     v = stored(drawn(cut.num_chunks, 64, cut.width), cache_dtype)
-    p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
-    row_max = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
+    p = np.asarray(np.abs(drawn(64, tile_q, seed=1)))
+    row_max = np.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
     firsts = np.arange(64 // piece, dtype=np.int32) * (piece + 100)
-    ends = jnp.asarray([5, firsts[-1] + piece - 3, *firsts], jnp.int32)
+    ends = np.asarray([5, firsts[-1] + piece - 3, *firsts], jnp.int32)
     out = WARPS, dim + 2, tile_q
 
     def results(code: str, v_s: Any, p: Any, row_max: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
@@ -162,7 +162,7 @@ def largest() -> Case:
         store_unoptimized(out_g, warp_row_max.on_gpu(load(x_g), tile=tile))
 
     fallback = lambda x: (warp_row_max.fallback(x, tile=tile),)
-    return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), fallback, (warp_row_max,))
+    return Case((np.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), fallback, (warp_row_max,))
 
 
 def votes_of(y: np.ndarray, row_max: np.ndarray) -> Case:
@@ -180,12 +180,12 @@ def votes_of(y: np.ndarray, row_max: np.ndarray) -> Case:
 
     ran = kernel(body, (row_max.shape, jnp.int32))
     any_of = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(row_max)), any_of, fallback, (warp_votes.needs_rescale,))
+    return Case((np.asarray(y), np.asarray(row_max)), any_of, fallback, (warp_votes.needs_rescale,))
 
 
 def masked_scores(rows: int) -> Case:
-    s = jnp.asarray(drawn(rows, 64))
-    words = jnp.asarray(np.random.default_rng(1).integers(-(2**31), 2**31, (2, rows)), jnp.int32)
+    s = np.asarray(drawn(rows, 64))
+    words = np.asarray(np.random.default_rng(1).integers(-(2**31), 2**31, (2, rows)), jnp.int32)
 
     def body(s_g, words_g, out_g, bits_g):
         both = tuple(load(words_g.at[w], ROW) for w in range(2))
@@ -215,7 +215,7 @@ def row_sums(rows: int) -> Case:
 
     run = kernel(body, ((rows,), f32))
     functions = lane_sums.sum_lane_columns, lane_sums.add_lanes
-    return Case((jnp.asarray(drawn(rows, 64)),), run, fallback, functions, 1e-6)
+    return Case((np.asarray(drawn(rows, 64)),), run, fallback, functions, 1e-6)
 
 
 def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
@@ -228,7 +228,7 @@ def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
         return (out[...],)
 
     run = kernel(body, ((rows, columns), dtype))
-    return Case((jnp.asarray(drawn(*acc)),), run, fallback, (stores.store_transposed,))
+    return Case((np.asarray(drawn(*acc)),), run, fallback, (stores.store_transposed,))
 
 
 def heads_out(kv_heads: int) -> Case:
@@ -242,7 +242,7 @@ def heads_out(kv_heads: int) -> Case:
         stores.store_heads.fallback(out, x)
         return (out[...],)
 
-    return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), fallback, (stores.store_heads,))
+    return Case((np.asarray(drawn(64)),), kernel(body, (shape, f32)), fallback, (stores.store_heads,))
 
 
 def tokens_out(token: int, begin: int, end: int, tokens_per_head: int, rows: int = 64) -> Case:
@@ -262,7 +262,7 @@ def tokens_out(token: int, begin: int, end: int, tokens_per_head: int, rows: int
         stores.store_tokens.fallback(out, x, *bounds, tokens_per_head=tokens_per_head)
         return (out[...],)
 
-    arrays = jnp.asarray(drawn(rows)), jnp.asarray(drawn(*shape)), jnp.asarray(bounds, jnp.int32)
+    arrays = np.asarray(drawn(rows)), np.asarray(drawn(*shape)), np.asarray(bounds, jnp.int32)
     return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
@@ -284,14 +284,14 @@ def token_rows_out(
         stores.store_token_rows.fallback(out, x, *bounds, **static)
         return (out[...],)
 
-    arrays = jnp.asarray(drawn(rows, 64)), jnp.asarray(drawn(*shape), dtype), jnp.asarray(bounds, jnp.int32)
+    arrays = np.asarray(drawn(rows, 64)), np.asarray(drawn(*shape), dtype), np.asarray(bounds, jnp.int32)
     return Case(arrays, kernel(body, (shape, dtype)), fallback, (stores.store_token_rows,))
 
 
 def register_products(rows: int, n: int, k: int, dtype: Any) -> Case:
     """Return the case of a product whose left operand is in registers."""
-    a, acc = jnp.asarray(np.abs(drawn(rows, k))), jnp.asarray(drawn(rows, n, seed=1))
-    b = jnp.asarray(drawn(k, n, seed=2), dtype)
+    a, acc = np.asarray(np.abs(drawn(rows, k))), np.asarray(drawn(rows, n, seed=1))
+    b = np.asarray(drawn(k, n, seed=2), dtype)
 
     def body(a_g, b_g, acc_g, out_g, b_s, loaded):
         plgpu.copy_gmem_to_smem(b_g, b_s, loaded)
@@ -310,10 +310,10 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
     head, rng, heads, num_blocks = head_chunks(head_dim), np.random.default_rng(3), 3, 9
     tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=is_hnd, head=head)
     shape = (heads, block_size) if is_hnd else (block_size, heads)
-    cache = tiling.tile_cache(jnp.asarray(drawn(num_blocks, *shape, head_dim), jnp.bfloat16))
-    tokens = head.split(jnp.asarray(drawn(70, heads, head_dim, seed=1), jnp.bfloat16))
-    table = jnp.asarray(rng.integers(num_blocks, size=8), jnp.int32)
-    numbers = jnp.asarray(drawn(3, 2, 200, seed=2))
+    cache = tiling.tile_cache(jnp.asarray(np.asarray(drawn(num_blocks, *shape, head_dim), jnp.bfloat16)))
+    tokens = head.split(jnp.asarray(np.asarray(drawn(70, heads, head_dim, seed=1), jnp.bfloat16)))
+    table = np.asarray(rng.integers(num_blocks, size=8), jnp.int32)
+    numbers = np.asarray(drawn(3, 2, 200, seed=2))
     out, numbers_out = ((head.num_chunks, 64, head.width), cache.dtype), ((2, 64), f32)
     runs, token_rows = max(16 // block_size, 1), {"head": head, "rows_per_head": 32}
 
@@ -355,8 +355,8 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
 
 def lookups(axes: tuple[int, ...], dtype: Any) -> Case:
     """Return the case of one element of a vector per element along some axes of a tile."""
-    table, shape = jnp.asarray(10 * drawn(70), dtype), tuple((64, 128)[axis] for axis in axes)
-    index = jnp.asarray(np.random.default_rng(1).integers(70, size=shape), jnp.int32)
+    table, shape = np.asarray(10 * drawn(70), dtype), tuple((64, 128)[axis] for axis in axes)
+    index = np.asarray(np.random.default_rng(1).integers(70, size=shape), jnp.int32)
     layout = {(0,): ROW, (1,): COLUMN, (0, 1): WGMMA}[axes]
 
     def body(table_g, index_g, out_g):
@@ -374,9 +374,9 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
     head = head_chunks(dim, itemsize=jnp.dtype(dtype).itemsize)
     tiling = CacheTiling(block_size=block_size, run_length=1, is_hnd=is_hnd, head=head)
     per_block = (3, block_size) if is_hnd else (block_size, 3)
-    cache = tiling.tile_cache(jnp.asarray(20 * drawn(7, *per_block, dim), dtype))
-    ids = jnp.asarray(np.sort(np.random.default_rng(1).permutation(400)[:100]), jnp.int32)
-    table = jnp.asarray(np.random.default_rng(2).integers(7, size=-(-400 // block_size)), jnp.int32)
+    cache = tiling.tile_cache(jnp.asarray(np.asarray(20 * drawn(7, *per_block, dim), dtype)))
+    ids = np.asarray(np.sort(np.random.default_rng(1).permutation(400)[:100]), jnp.int32)
+    table = np.asarray(np.random.default_rng(2).integers(7, size=-(-400 // block_size)), jnp.int32)
     out = (head.num_chunks, 64, head.width), cache.dtype
     end_key = int(ids[93])
 
@@ -405,7 +405,7 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
 
 def tiles_out(dtype: Any) -> Case:
     """Return the case of an array of 30 rows, whose last 6 rows no tile contains."""
-    tiles, last_rows = jnp.asarray(drawn(2, 24, 64), dtype), jnp.asarray(drawn(6, 2, 64, seed=1), dtype)
+    tiles, last_rows = np.asarray(drawn(2, 24, 64), dtype), np.asarray(drawn(6, 2, 64, seed=1), dtype)
 
     def body(tiles_g, last_rows_g, out_g, tiles_s, loaded):
         plgpu.copy_gmem_to_smem(tiles_g, tiles_s, loaded)
@@ -425,8 +425,8 @@ def tiles_out(dtype: Any) -> Case:
 
 
 def products(rows: int, n: int, k: int, dtype: Any, *, is_transposed: bool) -> Case:
-    a, start = jnp.asarray(drawn(rows, k), dtype), jnp.asarray(drawn(rows, n, seed=2))
-    b = jnp.asarray(drawn(*((n, k) if is_transposed else (k, n)), seed=1), dtype)
+    a, start = np.asarray(drawn(rows, k), dtype), np.asarray(drawn(rows, n, seed=2))
+    b = np.asarray(drawn(*((n, k) if is_transposed else (k, n)), seed=1), dtype)
     options = {"is_transposed": is_transposed}
 
     def body(a_g, b_g, start_g, out_g, a_s, b_s, after_s, loaded):
@@ -451,7 +451,7 @@ def products(rows: int, n: int, k: int, dtype: Any, *, is_transposed: bool) -> C
 
 
 def split(rows: int, columns: int, dtype: Any) -> Case:
-    x = jnp.asarray(drawn(rows, columns), dtype)
+    x = np.asarray(drawn(rows, columns), dtype)
 
     def body(x_g, out_g, x_s, loaded):
         plgpu.copy_gmem_to_smem(x_g, x_s.at[0], loaded)
@@ -477,17 +477,17 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
     tiling = CacheTiling(block_size=block_size, run_length=64, is_hnd=is_hnd, head=head)
     rng, heads, num_blocks = np.random.default_rng(3), 3, 9
     shape = (heads, block_size) if is_hnd else (block_size, heads)
-    cache = tiling.tile_cache(stored(drawn(num_blocks, *shape, head_dim), cache_dtype))
-    scale = tiling.tile_scale(jnp.asarray(drawn(num_blocks, heads, block_size, seed=1)))
-    query = head.split(jnp.asarray(drawn(5, head_dim, seed=2), jnp.bfloat16))
+    cache = tiling.tile_cache(jnp.asarray(stored(drawn(num_blocks, *shape, head_dim), cache_dtype)))
+    scale = tiling.tile_scale(jnp.asarray(np.asarray(drawn(num_blocks, heads, block_size, seed=1))))
+    query = head.split(jnp.asarray(np.asarray(drawn(5, head_dim, seed=2), jnp.bfloat16)))
     num_copies = tiling.copies_per_run
     places = (
         rng.integers(num_blocks, size=num_copies),
         rng.integers(max(block_size // 64, 1), size=num_copies),
         [1],
     )
-    places = jnp.asarray(np.concatenate(places), jnp.int32)
-    wide, window = jnp.asarray(drawn(16, 192, seed=4), jnp.bfloat16), (slice(None), pl.ds(64, 64))
+    places = np.asarray(np.concatenate(places), jnp.int32)
+    wide, window = np.asarray(drawn(16, 192, seed=4), jnp.bfloat16), (slice(None), pl.ds(64, 64))
     outs = (
         ((head.num_chunks, 64, head.width), cache.dtype),
         ((64,), f32),
