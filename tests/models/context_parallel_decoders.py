@@ -3,11 +3,13 @@
 Run by tests/models/test_sharding_context_parallel.py with the names of checks: see `run`.
 """
 
+import functools
 import math
 import pathlib
 import re
 import sys
 import tempfile
+from typing import Any
 
 import jax
 
@@ -18,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # there it is 4
 import numpy as np  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn.models import load, save  # noqa: E402
+from jattn.models import Decoder, load, save  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
 from jattn.serving import Engine, SamplingParams  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
@@ -120,34 +122,50 @@ FEATURES = {
     ),
     "int8 cache, scales per channel": ({"kv_cache_dtype": "int8_static_v"}, []),
     "batch_invariant": ({"batch_invariant": True, "buckets": None}, []),
-    "preempted": ({"num_blocks": 27}, ["num_preemptions"]),
+    "preempted": ({"num_blocks": 14}, ["num_preemptions"]),  # blocks of two devices' tokens
     "drafts of ngrams": (DRAFTS, ["num_accepted_tokens"]),
     "cascades": ({"cascade_attention": True}, ["num_cascade_steps"]),
 }  # fmt: skip
 
 
 def check_feature(folder: pathlib.Path, name: str) -> None:
+    """Check that an engine with a feature on a mesh has one device's tokens.
+
+    Only quantization changes tokens, so without it one device has a plain engine, which is made once.
+    """
     options, counted = FEATURES[name]
-    results = []
-    for mesh in ({"progress": False}, mesh_of(2, 2, 4 if "four" in name else 1)):
-        model = load(folder, **mesh)
-        options = dict(options)
-        if name == "preempted" and "mesh" in mesh:
-            options["num_blocks"] = 14  # as much room, as far as blocks of twice the size go
-        if options.get("kv_cache_dtype") == "int8_static_v":  # static scales
-            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=options["kv_cache_dtype"])
-        engine = Engine(model, **{**SIZES, "buckets": BUCKETS, **options}, check_batches=True)
-        prompts = [PROMPTS[2] + prompt for prompt in PROMPTS]
-        if name == "preempted":  # they begin together, and there is no room for what becomes of them
-            prompts = [[token] * 28 for token in (1, 2, 3)]
-        first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
-        repeated = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
-        forks = engine.generate(PROMPTS[1:2], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
-        results.append([first, repeated, [completion.token_ids for completion in forks[0].outputs]])
-    assert results[0] == results[1], (name, results)
+    prompts = [PROMPTS[2] + prompt for prompt in PROMPTS]
+    if name == "preempted":  # they begin together, and there is no room for what becomes of them
+        prompts = [[token] * 28 for token in (1, 2, 3)]
+    if "kv_cache_dtype" in options:
+        alone = engine_with(load(folder, progress=False), options)
+    else:
+        alone = plain_engine(folder)
+    engine = engine_with(load(folder, **mesh_of(2, 2, 4 if "four" in name else 1)), options)
+    expected, actual = (feature_results(engine, prompts) for engine in (alone, engine))
+    assert actual == expected, (name, actual, expected)
     for stat in counted:
         assert getattr(engine.stats, stat) > 0, (name, stat)
     print(name)
+
+
+def engine_with(model: Decoder, options: dict[str, Any]) -> Engine:
+    if options.get("kv_cache_dtype") == "int8_static_v":  # static scales
+        model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=options["kv_cache_dtype"])
+    return Engine(model, **{**SIZES, "buckets": BUCKETS, **options}, check_batches=True)
+
+
+@functools.cache
+def plain_engine(folder: pathlib.Path) -> Engine:
+    return engine_with(load(folder, progress=False), {})
+
+
+def feature_results(engine: Engine, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Return tokens of prompts, of the same prompts again, and of two completions of one prompt."""
+    first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+    repeated = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+    forks = engine.generate(PROMPTS[1:2], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
+    return [first, repeated, [completion.token_ids for completion in forks[0].outputs]]
 
 
 def check_scales() -> None:
@@ -194,7 +212,8 @@ def run(check: str) -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+        save(one_layer_model(num_layers=1 if check == "features" else 2, **heads), folder)
         if check == "features":
             for feature in FEATURES:
                 check_feature(folder, feature)
