@@ -78,9 +78,10 @@ def test_backward_copies_neither_its_arrays_nor_its_gradients(head_dim):
     assert aot.copied_bytes(CASES, [name])[name] < math.prod(aot_cases()[name][1][0]["key"].shape) * 2
 
 
-def test_mma_instructions_are_not_serialized_for_odd_numbers_of_tokens():
+@pytest.mark.parametrize("name", [pytest.param("d64", marks=SLOW), "d128"])
+def test_mma_instructions_are_not_serialized_for_odd_numbers_of_tokens(name):
+    """Heads of 128 need most registers."""
     aot.require_plugin()
-    names = ["d64", "d128"]
-    reports = aot.reports(CASES, names)
-    assert [name for name in names if "serialized" in reports[name]] == []
-    assert all(kernel.spilled_bytes <= 600 for name in names for kernel in aot.kernels_in(reports[name]))
+    report = aot.reports(CASES, [name])[name]
+    assert "serialized" not in report
+    assert all(kernel.spilled_bytes <= 600 for kernel in aot.kernels_in(report))

@@ -23,7 +23,7 @@ ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 def case(make, query_len, inputs):
     """Return a step of decode rows with `query_len` tokens each, for an absent GPU."""
     bucket = Bucket(max_decodes=ROWS, decode_query_len=query_len, max_blocks=64)
-    model = nnx.eval_shape(lambda: Decoder(config(2, "llama"), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Decoder(config(1, "llama"), rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
     caches = jax.eval_shape(lambda: model.create_caches(10_000, block_size=BLOCK_SIZE))
 

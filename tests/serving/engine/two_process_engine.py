@@ -28,7 +28,13 @@ import jattn  # noqa: E402
 from jattn.models import load  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from tests.serving.engine.faults import device_fails  # noqa: E402
-from tests.serving.engine.process_requests import SIZES, request_results, scales_of, speculative_results  # noqa: E402
+from tests.serving.engine.process_requests import (  # noqa: E402
+    PROMPTS,
+    SIZES,
+    request_results,
+    scales_of,
+    speculative_results,
+)
 
 
 def main() -> None:
@@ -62,7 +68,7 @@ def serve(engine: Engine) -> None:
     tokens = request_results(engine)
     state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(load(FOLDER, progress=False))))
     engine.update_weights(jax.tree.map(np.zeros_like, state))
-    zeros = request_results(engine)["greedy"]
+    zeros = [[result.token_ids] for result in engine.generate(PROMPTS, max_tokens=12)]
     engine.update_weights(state)
     answers = {
         "found": tokens,
