@@ -160,24 +160,28 @@ def test_two_gpu_processes_all_reduce_in_peer_memory():
 @pytest.mark.kernels
 class TestNodesOfTheCommandLine:
     COMMAND = ("jattn.serving.cli.main", "generate", "def f(", "--max-tokens", "6")
-    SIZES = ("--model", "examples/tiny_model", "--max-num-seqs", "1", "--num-blocks", "9")
+    SIZES = ("--max-num-seqs", "1", "--num-blocks", "9", "--max-model-len", "64")
 
-    def run(self, *options):
+    def run(self, folder, *options):
         nodes = ["--nnodes", "2", "--master-port", str(free_port())]
         return run_processes(
-            [*self.COMMAND, *self.SIZES, *options, *nodes, "--node-rank", str(rank)] for rank in range(2)
+            [*self.COMMAND, "--model", str(folder), *self.SIZES, *options, *nodes, "--node-rank", str(rank)]
+            for rank in range(2)
         )
 
-    def test_only_process_0_prints_the_text(self, capsys):
-        (code, lines, error), (other_code, other_lines, other_error) = self.run("--tensor-parallel-size", "2")
+    def test_only_process_0_prints_the_text(self, folder, capsys):
+        (code, lines, error), (other_code, other_lines, other_error) = self.run(
+            folder, "--tensor-parallel-size", "2"
+        )
         assert (code, other_code) == (0, 0), error + other_error
-        assert main([*self.COMMAND[1:], *self.SIZES]) == 0
+        assert main([*self.COMMAND[1:], "--model", str(folder), *self.SIZES]) == 0
         assert lines == capsys.readouterr().out.splitlines()
+        assert len("".join(lines)) > len("def f(")
         assert other_lines == []
         assert "jattn: node 1 of 2 follows node 0" in other_error
 
-    def test_mesh_must_contain_the_devices_of_all_nodes(self):
-        for code, _, error in self.run("--tensor-parallel-size", "3"):
+    def test_mesh_must_contain_the_devices_of_all_nodes(self, folder):
+        for code, _, error in self.run(folder, "--tensor-parallel-size", "3"):
             assert code == 1
             assert (
                 "--tensor-parallel-size must be the total number of devices of the 2 nodes (2), got 3."
