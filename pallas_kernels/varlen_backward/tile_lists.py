@@ -123,9 +123,6 @@ def _transpose_codes(
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Return a code for each pair of a key tile and a tile of `num_queries` queries, of any request."""
     num, num_keys, last_kv_tile = codes.shape[0], keys_per_code(sizes), codes.shape[2] - 1
-    # In this order of memory XLA computes each code once, from masks that it reads in order, and transposes
-    # the codes in tiles. Left to choose, it computes the codes in the order of the result.
-    codes = with_layout_constraint(codes, Layout((0, 1, 2)))
 
     def column(name: str) -> Int[Array, "1 key_tiles"]:
         return schedule.table[:, COLUMNS.index(name)][None, :]
@@ -149,5 +146,9 @@ def _transpose_codes(
     visible, full = zip(*map(coverage, range(0, sizes.tile_kv, num_keys)), strict=True)
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
     is_visible = functools.reduce(operator.or_, visible)
-    key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
-    return key_codes.transpose(2, 1, 0)
+    by_query_tile = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
+    # With these layouts XLA computes the codes from masks that it reads in order, then transposes them in
+    # tiles. Left to choose, it computes them in the order of the result.
+    rows_first = Layout((0, 1, 2))
+    by_query_tile = with_layout_constraint(by_query_tile, rows_first)
+    return with_layout_constraint(by_query_tile.transpose(2, 1, 0), rows_first)
