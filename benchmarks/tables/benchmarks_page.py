@@ -93,6 +93,11 @@ def gradients() -> list[str]:
         "(`python -m benchmarks backward`). Times include what XLA computes around the kernels and exclude schedules and lists. TFLOP/s count\n"
         "visible pairs. The TFLOP/s of a mask divided by those of the plain case are therefore its share of the ideal.\n",
         kernels.gradients_table(f"backward-whole-{DATE_H200}-26.jsonl"),
+        "A later run with masks only. In `selected_blocks` each query selects 16 blocks of 64 keys for all heads of a kv head, at random, as in\n"
+        "native sparse attention; `t_16_heads` has 2 kv heads. For `t_16_heads_1x16k selected_blocks`, FlexAttention of torch 2.11 takes\n"
+        "28,728 us forward and 30,393 us backward on the GPU on which jattn takes 1,935 us and 3,447 us\n"
+        "([`backward-peers`, `forward-heads-as-rows`](../benchmarks/results/README.md)).\n",
+        kernels.gradients_table(f"backward-masks-{DATE_H200}-29.jsonl"),
         "These rows are from an H100. The plain cases ran on one GPU of the machine, the others on its second GPU at the same time:\n",
         kernels.gradients_table("backward-later-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
         "## Training a layer\n",

@@ -229,8 +229,9 @@ def sparse_peers_table(file: str, peer_file: str) -> str:
 
 
 def gradients_table(file: str) -> str:
-    """Return the backward pass beside cuDNN in one run; modifiers and masks relative to the plain case before them."""
+    """Return the backward pass, beside cuDNN if it is in the run; masks relative to the plain case before them."""
     rows, lines, speedups = read_rows(file), [], {}
+    has_peer = any("cudnn_tflop_per_s" in row for row in rows)
     plain = {row["name"]: row["us"] for row in rows if row["modifier"] == "plain"}
     for row in rows:
         is_plain, peer, rate = row["modifier"] == "plain", row.get("cudnn_tflop_per_s"), row["tflop_per_s"]
@@ -238,12 +239,21 @@ def gradients_table(file: str) -> str:
         if peer is not None:
             speedups[case] = rate / peer
         peer_cells = ["-", "-"] if peer is None else [f"{peer:.0f}", f"{rate / peer:.2f}"]
+        peer_cells = peer_cells if has_peer else []
         relative = "-" if is_plain else f"{row['us'] / plain[row['name']]:.3f}"
         forward = [f"{row[key]:,.0f}" for key in ("forward_us", "forward_lse_us")]
         cells = [f"{row['us']:,.0f}", f"{rate:.0f}", *peer_cells, f"{row['share']:.3f}", relative, *forward]
         lines.append([case, *cells, f"{max(row['errors'].values()):.4f}"])
-    columns = ("case", "us", "TFLOP/s", "cuDNN", "speedup", "share of pairs", "time relative to plain")
-    columns += ("forward, us", "forward with LSE, us", "largest error")
+    columns = ("case", "us", "TFLOP/s", *(("cuDNN", "speedup") if has_peer else ()))
+    columns += (
+        "share of pairs",
+        "time relative to plain",
+        "forward, us",
+        "forward with LSE, us",
+        "largest error",
+    )
+    if not has_peer:
+        return measured_on(rows, file) + "\n" + table(columns, lines)
     head = measured_on(rows, file, "; cuDNN through jax.nn.dot_product_attention")
     return head + "\n" + compare({CUDNN: speedups}) + "\n" + table(columns, lines)
 
