@@ -163,7 +163,8 @@ def test_mesh_suite_measures_loops_and_an_engine(tmp_path):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [1, 2])
 def test_mesh_suite_measures_steps_with_one_process_per_device(cp, tmp_path):
     command = [sys.executable, "-m", "benchmarks", "mesh", "steps", "--small", "--peer-memory"]
     command += ["--processes", "2", "--cp", str(cp), "--sizes", "1x32", "--out", str(tmp_path)]
