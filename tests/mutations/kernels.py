@@ -1,5 +1,6 @@
 """Checks of the kernels on problems that split requests into several tiles and spans, as in the contract."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,9 +14,12 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import sizes as prefill_sizes
+from tests import contract
 from tests.attention_problems import AttentionProblem, Setting
 from tests.implementations.mosaic_gpu import test_query_rows, test_score_mods
 from tests.pallas_kernels.varlen_backward import backward_problem, test_tile_lists
+from tests.pallas_kernels.varlen_prefill import test_rows_per_token
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.score_functions import relative, scaled
 
@@ -86,6 +90,16 @@ def check_packed_heads() -> None:
     per_head = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
     run(kernel, problem, block_table=metadata.block_table, **lens, **per_head)
+
+
+def check_prefill_rows() -> None:
+    """Check prompts whose rows are 16 heads of each token, with different sinks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "REGIONS", contract.REGIONS | test_rows_per_token.REGIONS)
+        few = dataclasses.replace(prefill_sizes.LIST_TABLE[128], ctas=2)
+        patch.setattr(prefill_sizes, "LIST_TABLE", prefill_sizes.LIST_TABLE | {128: few})
+        case = {"blocks": (1, 64), "region": "prompts", "kv": "no_cache", "sinks": True}
+        test_rows_per_token.solved(case, plgpu.InterpretGPUParams())
 
 
 def check_quantized() -> None:

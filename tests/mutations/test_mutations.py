@@ -214,6 +214,16 @@ def first_head_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(tile_scheduler, "packed_heads", mutated)
 
 
+def first_sink_for_all_rows(patch: pytest.MonkeyPatch) -> None:
+    original = QueryRows.load_per_row_of_token
+
+    def mutated(self, values):
+        num = self.spec.score.rows_per_token
+        return original(self, jnp.repeat(values[...][::num], num))
+
+    patch.setattr(QueryRows, "load_per_row_of_token", mutated)
+
+
 def shifted_tail(entry: ModuleType) -> Callable[[pytest.MonkeyPatch], None]:
     """Shift the copy of an array's last rows, which is read in place of an incomplete group of 8 rows."""
     original = entry.split_tail
@@ -475,6 +485,14 @@ MUTATIONS = {
         kernels.check_packed_heads,
         first_head_for_all,
     ),
+    "prefill-rows": Mutation(
+        "rows of a token have different positions",
+        kernels.check_prefill_rows,
+        lambda patch: patch.setattr(score, "floor_div", lambda position, size: position),
+    ),
+    "prefill-row-sink": Mutation(
+        "all rows of a token use its first sink", kernels.check_prefill_rows, first_sink_for_all_rows
+    ),
     "dequantize-scale": Mutation(
         "values are dequantized with the scale of the keys", kernels.check_quantized, scale_of_keys_for_both
     ),
@@ -606,6 +624,7 @@ MUTATIONS = {
             "prefill_window": prefill_window,
             "splits": kernels.check_splits,
             "packed_heads": kernels.check_packed_heads,
+            "prefill_rows": kernels.check_prefill_rows,
             "quantized": kernels.check_quantized,
             "lists": lists,
             "backward": backward,
