@@ -8,6 +8,7 @@ from jattn.cache import PackedKV
 from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_spec
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
+from jattn.implementations.mosaic_gpu.kernel_selection import sparse_sizes
 from jattn.implementations.mosaic_gpu.query_rows import heads_to_rows, rows_to_heads
 from jattn.implementations.region_inputs import OutAndLse, RegionInputs
 from jattn.merge import merge_attention_outputs
@@ -34,7 +35,11 @@ def attend_prefill(
     has_tiles_of_blocks = kernel.list_block_size is not None or kernel.rows_per_token > 1
     if has_tiles_of_blocks and alibi_slopes is not None:
         # ALiBi needs the keys of a tile to be consecutive, and a row's head to be that of its tile.
-        kernel = dataclasses.replace(kernel, list_block_size=None, rows_per_token=1)
+        sizes = kernel.sizes
+        if kernel.rows_per_token > 1:  # without rows per token, the same sizes would have tiles of one head
+            assert inputs.mask is not None
+            sizes = sparse_sizes(spec, inputs.mask, sizes.gpu)
+        kernel = dataclasses.replace(kernel, sizes=sizes, list_block_size=None, rows_per_token=1)
         kernel_plan = None
     if kernel_plan is None:
         starts, max_seq_len = None, None

@@ -10,7 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
+from jattn.implementations.mosaic_gpu import prefill
 from pallas_kernels import architectures
+from pallas_kernels.varlen_prefill import varlen_prefill
 from tests import contract
 from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
@@ -141,6 +143,26 @@ def test_few_heads_are_packed_by_tma_instead():
         kernel = kernel_for(query, kv, metadata, spec, mask)
     assert (kernel.rows_per_token, kernel.sizes.pack_gqa) == (8, 1)
     assert kernel.tiles.endswith("8 heads of 8 tokens each")
+
+
+def test_heads_with_alibi_are_packed_by_tma(monkeypatch):
+    """A row of several heads has no slope, but tiles of one head would visit the keys of 64 tokens."""
+    called = []
+
+    def record(*args, **options):
+        called.append((options["score"].rows_per_token, options["sizes"].pack_gqa))
+        return varlen_prefill(*args, **options)
+
+    monkeypatch.setattr(prefill, "varlen_prefill", record)
+    spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=2, head_dim=128)
+    metadata = jattn.build_batch_metadata([128], [128], None)
+    query, key = (jnp.zeros((128, heads, 128), jnp.bfloat16) for heads in (32, 2))
+    kv = jattn.PackedKV(k=key, v=key, kv_start_loc=jnp.zeros(1, jnp.int32), is_in_order=True)
+    mask = masks.BlockMask(blocks=BLOCKS[1, 64], block_q=1, block_kv=64)
+    run = functools.partial(attend_region, kv=kv, metadata=metadata, spec=spec, mask=mask)
+    for slopes in (None, jnp.ones(32)):
+        jax.eval_shape(functools.partial(run, alibi_slopes=slopes), query)
+    assert called == [(16, 1), (1, 8)]
 
 
 @pytest.mark.parametrize("changes", [{"batch_invariant": True}, {"score_mod": True}])
