@@ -403,10 +403,13 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=r"varlen_prefill: .*head_dim=72"):
             packed([8], [8], x, x, x, score=Score(scale=1.0))
 
-    def test_heads_as_rows_are_rejected(self):
-        x = jnp.zeros((8, 1, 64), jnp.bfloat16)
-        with pytest.raises(ValueError, match=r"score\.rows_per_token must be 1, got 2"):
-            packed([8], [8], x, x, x, score=Score(scale=1.0, rows_per_token=2))
+    def test_heads_as_rows_have_a_sink_each_and_no_alibi(self):
+        x, score = jnp.zeros((8, 1, 64), jnp.bfloat16), Score(scale=1.0, rows_per_token=2)
+        message = r"score\.rows_per_token must be 1 with ALiBi or a score function, got 2"
+        with pytest.raises(ValueError, match=message):
+            packed([8], [8], x, x, x, score=score, alibi_slopes=jnp.ones(1))
+        with pytest.raises(ValueError, match=r"sinks must have shape \(2,\)"):
+            packed([8], [8], x, x, x, score=score, sinks=jnp.ones(1))
 
     def test_keys_must_be_packed_or_paged(self):
         x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
