@@ -29,7 +29,6 @@ from benchmarks.kernels.score_mods import (
     with_baselines,
 )
 from benchmarks.runner import Rows, kernel_times, wall_times
-from jattn.cache import PackedKV
 from jattn.dense.layout import layout_packed
 from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu.backward import (
@@ -39,9 +38,9 @@ from jattn.implementations.mosaic_gpu.backward import (
     planned_gradients,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
-from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
+from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan
 from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel
-from jattn.implementations.mosaic_gpu.prefill import attend_prefill
+from jattn.implementations.mosaic_gpu.prefill import attend_prefill, plan_prefill
 from jattn.implementations.region_inputs import OutputGradients, RegionInputs
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
@@ -113,11 +112,6 @@ class Work:
             soft_cap=score.soft_cap,
         )
 
-    @property
-    def max_seq_len(self) -> int:
-        """Return the tokens of the longest request."""
-        return max(self.case.query_lens)
-
     def arrays(self) -> Arrays:
         """Return random inputs. May be traced."""
         case = self.case
@@ -161,15 +155,7 @@ class Work:
     def forward_plan(self, arrays: Arrays) -> PrefillKernelPlan:
         """Compute the schedule of the forward kernel, and its tile lists if there is a mask."""
         inputs = self.inputs(arrays)
-        assert isinstance(inputs.kv, PackedKV)
-        return plan_prefill_kernel(
-            self.forward_kernel(inputs),
-            inputs.metadata,
-            self.spec,
-            inputs.mask,
-            kv_start_loc=inputs.kv.kv_start_loc,
-            max_seq_len=inputs.kv.max_keys_per_row,
-        )
+        return plan_prefill(inputs, self.forward_kernel(inputs))
 
     def forward(self, arrays: Arrays, plan: PrefillKernelPlan, *, return_lse: bool) -> tuple[jax.Array, Any]:
         """Run the forward kernel and return the output, and the log-sum-exps if requested.

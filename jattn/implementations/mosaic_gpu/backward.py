@@ -134,7 +134,11 @@ def plan_gradients(inputs: RegionInputs, sizes: kernel.BackwardSizes) -> Gradien
     """
     kv, spec, mask, rows = inputs.kv, inputs.spec, inputs.mask, _rows_per_token(inputs)
     assert isinstance(kv, PackedKV)
-    (kv_tokens, kv_heads, head_dim), num_rows, lens = kv.k.shape, inputs.query.shape[0] * rows, _lens(inputs)
+    (kv_tokens, kv_heads, head_dim), num_rows, lens = (
+        kv.k.shape,
+        inputs.query.shape[0] * rows,
+        _lens(inputs, rows),
+    )
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score_of(spec, rows),
         sizes=sizes, num_tokens=num_rows, has_lists=mask is not None,
@@ -167,7 +171,7 @@ def planned_gradients(
     lse = heads_to_rows(lse.T, rows).T
     dq, dk, dv = kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
-        **_lens(inputs)._asdict(), score=score_of(spec, rows), grad_lse=grad_lse,
+        **_lens(inputs, rows)._asdict(), score=score_of(spec, rows), grad_lse=grad_lse,
         alibi_slopes=inputs.alibi_slopes, score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=plan.schedule, lists=plan.lists, mask=plan.mask, deterministic=spec.deterministic,
         sizes=sizes, interpret=interpret,
@@ -188,9 +192,8 @@ def _rows_per_token(inputs: RegionInputs) -> int:
     return num_rows_per_token(inputs.mask, inputs.spec, num_tokens=num_tokens, num_reqs=num_reqs)
 
 
-def _lens(inputs: RegionInputs) -> PackedLens:
+def _lens(inputs: RegionInputs, rows_per_token: int) -> PackedLens:
     """Return the location of the rows of the requests' queries, and of the keys."""
     kv, metadata = inputs.kv, inputs.metadata
     assert isinstance(kv, PackedKV)
-    starts = metadata.query_start_loc * _rows_per_token(inputs)
-    return PackedLens(starts, metadata.seq_lens, kv.kv_start_loc)
+    return PackedLens(metadata.query_start_loc * rows_per_token, metadata.seq_lens, kv.kv_start_loc)

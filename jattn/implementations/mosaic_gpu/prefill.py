@@ -42,12 +42,7 @@ def attend_prefill(
         kernel = dataclasses.replace(kernel, sizes=sizes, list_block_size=None, rows_per_token=1)
         kernel_plan = None
     if kernel_plan is None:
-        starts, max_seq_len = None, None
-        if isinstance(kv, PackedKV):
-            starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
-        kernel_plan = plan_prefill_kernel(
-            kernel, metadata, spec, inputs.mask, kv_start_loc=starts, max_seq_len=max_seq_len
-        )
+        kernel_plan = plan_prefill(inputs, kernel)
     columns = kernel_plan.columns
     needs_lse = return_lse or columns is not None
     out, lse = _call_kernel(inputs, kernel, kernel_plan, return_lse=needs_lse, interpret=interpret)
@@ -63,6 +58,16 @@ def attend_prefill(
     assert columns_lse is not None
     out, lse = merge_attention_outputs([out, columns_out], [lse, columns_lse])
     return out, lse if return_lse else None
+
+
+def plan_prefill(inputs: RegionInputs, kernel: PrefillKernelConfig) -> PrefillKernelPlan:
+    """Build the kernel plan of a region. Works inside jit."""
+    kv, starts, max_seq_len = inputs.kv, None, None
+    if isinstance(kv, PackedKV):
+        starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
+    return plan_prefill_kernel(
+        kernel, inputs.metadata, inputs.spec, inputs.mask, kv_start_loc=starts, max_seq_len=max_seq_len
+    )
 
 
 def _call_kernel(

@@ -1,12 +1,16 @@
 """Problems for kernels over tile lists, which read whole tiles and so more keys than queries see."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests import oracle
 from tests.attention_problems import AttentionProblem
 from tests.contract import Problem
+from tests.regions import attend_region
 
 
 class TileListProblem(AttentionProblem):
@@ -43,3 +47,10 @@ class TileListCase(TileListProblem, Problem):
     def __init__(self, case, seed=0, mask=None, sparse_tile_kv=None):
         self.sparse_tile_kv = sparse_tile_kv
         super().__init__(case, seed, mask)
+
+    def check_region(self, region, mask, interpret=None):
+        """Check the outputs of the kernels for the region that has all requests."""
+        run = functools.partial(attend_region, spec=self.spec, interpret=interpret)
+        sinks, slopes = (None if x is None else jnp.asarray(x) for x in (self.sinks, self.slopes))
+        arrays = {"query": jnp.asarray(self.query), "kv": self.kv, "metadata": region, "mask": mask}
+        self.check(*jax.jit(run)(**arrays, sinks=sinks, alibi_slopes=slopes))
