@@ -9,7 +9,7 @@ with half of the keys; the third loads, with one warp. Both sides iterate over t
     -------                              -------------      ---------------------------------
     for each work tile:                                     for each work tile:
       wait kv_free
-      TMA: keys, values, columns ------> K, V                 wait kv_full
+      TMA: keys, values, table row ----> K, V                 wait kv_full
       for each step:                                          for each step:
         wait q_free[s]                                          wait q_full[s]
         TMA: queries ------------------> Q [stages]             wait dout_full[s]; row statistics
@@ -197,7 +197,7 @@ def smem_types(spec: DkDvSpec) -> DkDvSmem:
         stats_and_columns=plgpu.SMEM((sizes.teams * spec.dout_stages + 1, NUM_ROW_STATS, sizes.tile_q), f32),
         ds=swizzled_smem((DS_BUFFERS, *scores), dtype) if has_ds else None,
         dq=swizzled_smem(dq_shape, f32) if spec.adds_dq else None,
-        tile_columns=plgpu.SMEM((sizes.teams, TABLE_WIDTH), jnp.int32),
+        table_row=plgpu.SMEM((sizes.teams, TABLE_WIDTH), jnp.int32),
         p=swizzled_smem(scores, dtype) if spec.is_interpreted and spec.computes.dv else None,
     )
 
@@ -213,7 +213,7 @@ def warp_smem_types(spec: DkDvSpec) -> WarpDkDvSmem:
         query=queries,
         dout=queries,
         stats_and_columns=plgpu.SMEM((sizes.stages + 1, NUM_ROW_STATS, sizes.tile_q), f32),
-        tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
+        table_row=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
     )
 
 

@@ -48,7 +48,7 @@ class DkDvLoader:
                 plgpu.barrier_wait(self.barriers.dout_free.at[self.spec.step_stages(step, self.team).dout])
 
     def load_keys(self, work_tile: DkDvWorkTile) -> None:
-        """Load a work tile's keys, its table columns and, if dk is computed, its values."""
+        """Load a work tile's keys, its table row and, if dk is computed, its values."""
         inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full.at[self.team]
         team_size = self.spec.sizes.team_size
         for rank in range(team_size):
@@ -61,9 +61,7 @@ class DkDvLoader:
                     copy_rows(
                         inputs.value, row, index, smem.value.at[wg, panel], full, num_rows=WARPGROUP_ROWS
                     )
-        plgpu.copy_gmem_to_smem(
-            inputs.schedule.table.at[work_tile.row], smem.tile_columns.at[self.team], full
-        )
+        plgpu.copy_gmem_to_smem(inputs.schedule.table.at[work_tile.row], smem.table_row.at[self.team], full)
 
     def load_head(self, work_tile: DkDvWorkTile, index: Scalar, step: Scalar) -> Scalar:
         """Load the query tiles of a query head, the first as step `step`; return one past the last step."""

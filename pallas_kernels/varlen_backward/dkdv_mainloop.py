@@ -101,9 +101,9 @@ class DkDvMainloop:
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
-            # Wait for the keys and values, with which the work tile's columns arrive.
+            # Wait for the keys and values, with which the work tile's table row arrives.
             plgpu.barrier_wait(self.barriers.kv_full.at[self.team])
-            work_tile = scheduler.work_tile(tile_index(iteration), self.smem.tile_columns.at[self.team])
+            work_tile = scheduler.work_tile(tile_index(iteration), self.smem.table_row.at[self.team])
             self._clear_keys(work_tile)
             step, sums = self.compute_work_tile(work_tile, step)
             self.store(work_tile, sums)

@@ -55,17 +55,18 @@ class DkDvWorkTile:
     """
 
     def __init__(
-        self, row: Scalar, grad_head: Scalar, columns: Ref, lists: QueryListRefs | None, spec: DkDvSpec
+        self, row: Scalar, grad_head: Scalar, table_row: Ref, lists: QueryListRefs | None, spec: DkDvSpec
     ):
-        """Create the work tile; `columns` is its row of the table in global or shared memory."""
-        self.row, self.grad_head, self.columns, self.lists, self.spec = row, grad_head, columns, lists, spec
+        """Create the work tile; `table_row` is its row of the table in global or shared memory."""
+        self.row, self.grad_head, self.lists, self.spec = row, grad_head, lists, spec
+        self._table_row = table_row
         self.kv_head, self.split = grad_head, None
         if spec.sizes.list_splits > 1:
             splits = jnp.int32(spec.sizes.list_splits)
             self.kv_head, self.split = lax.div(grad_head, splits), lax.rem(grad_head, splits)
 
     def __getitem__(self, name: str) -> Scalar:
-        return self.columns[COLUMNS.index(name)]
+        return self._table_row[COLUMNS.index(name)]
 
     def head(self, index: Scalar) -> Scalar:
         """Return the number of the query head with index `index` in the group."""
@@ -144,17 +145,17 @@ class DkDvTileScheduler:
         rounds, position = alternating_rounds(self.num_work_tiles, worker, self.ctas * teams)
         return rounds, lambda r: self.schedule.order[position(r)]
 
-    def work_tile(self, index: Scalar, columns: Ref = None) -> DkDvWorkTile:
+    def work_tile(self, index: Scalar, table_row: Ref = None) -> DkDvWorkTile:
         """Return the work tile with an index from the schedule's `order`.
 
         Args:
             index: Index of the work tile.
-            columns: Its row of the table in shared memory; None to read it from global memory.
+            table_row: Its row of the table in shared memory; None to read it from global memory.
         """
         grad_heads = jnp.int32(self.spec.grad_heads)
         row = lax.div(index, grad_heads)
-        columns = self.schedule.table.at[row] if columns is None else columns
-        return DkDvWorkTile(row, lax.rem(index, grad_heads), columns, self.schedule.lists, self.spec)
+        table_row = self.schedule.table.at[row] if table_row is None else table_row
+        return DkDvWorkTile(row, lax.rem(index, grad_heads), table_row, self.schedule.lists, self.spec)
 
 
 def entry_tile(entry: Scalar) -> Scalar:

@@ -85,10 +85,10 @@ class DqMainloop:
         plgpu.commit_smem()
 
         def compute(iteration: Scalar, step: Scalar) -> Scalar:
-            # Wait for the queries, with which dO and the work tile's columns arrive.
+            # Wait for the queries, with which dO and the work tile's table row arrive.
             buffer = self.queries.buffer(iteration)
             plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
-            work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.columns.at[buffer])
+            work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.table_row.at[buffer])
             slopes = self.inputs.attention.slopes
             rows = QueryRows(work_tile, self.rank, slopes, self.spec)
             self.compute_work_tile(rows, buffer, iteration, step)

@@ -101,7 +101,7 @@ class DkDvSmem(NamedTuple):
             swizzled; None if this kernel adds no dq and its matrix products read dS from registers.
         dq: Blocks of dQ that TMA adds to global memory, f32 [warpgroups, dq_blocks, 64, 64], swizzled; None
             with a dq kernel.
-        tile_columns: The row of each team's work tile in the schedule's table [teams, columns].
+        table_row: Row of the schedule's table for each team's work tile [teams, TABLE_WIDTH].
         p: Probabilities [warpgroups, query panels, 64, 64] if the matrix product cannot read registers; else
             None.
     """
@@ -113,7 +113,7 @@ class DkDvSmem(NamedTuple):
     stats_and_columns: Ref
     ds: Ref
     dq: Ref
-    tile_columns: Ref
+    table_row: Ref
     p: Ref
 
     @property
@@ -139,7 +139,7 @@ class WarpDkDvSmem(NamedTuple):
         dout: Stages of dO, like `query`.
         stats_and_columns: Stages of row statistics and column indices, f32 [stages + 1, 2, tile_q]; see
             DkDvSmem.
-        tile_columns: The work tile's row of the schedule's table [columns].
+        table_row: Row of the schedule's table for the work tile [TABLE_WIDTH].
     """
 
     key: Ref
@@ -147,14 +147,14 @@ class WarpDkDvSmem(NamedTuple):
     query: Ref
     dout: Ref
     stats_and_columns: Ref
-    tile_columns: Ref
+    table_row: Ref
 
 
 class DkDvBarriers(NamedTuple):
     """Barriers between the loading warps and the computing warpgroups; see the figure in dkdv_kernel.py.
 
     Attributes:
-        kv_full: Keys, values and table columns of a work tile have arrived [teams].
+        kv_full: Keys, values and the table row of a work tile have arrived [teams].
         kv_free: Keys and values have been read, and the gradients that replaced them have been copied to
             global memory [teams].
         kv_products_issued: Both warpgroups have issued their last product with a work tile's keys; not used

@@ -107,7 +107,7 @@ class WarpDkDvMainloop:
         def _(iteration: Scalar) -> None:
             index = tile_index(iteration)
             self.pipeline.load_table_row(scheduler.work_tile(index).row)
-            work_tile = scheduler.work_tile(index, self.smem.tile_columns)
+            work_tile = scheduler.work_tile(index, self.smem.table_row)
             self.store(work_tile, self.compute_work_tile(work_tile))
 
     def compute_work_tile(self, work_tile: DkDvWorkTile) -> DkDvSums:

@@ -76,7 +76,7 @@ class WarpQueryPipeline:
         @pl.when(self._is_loading(row >= 0))
         def _() -> None:
             copy_numbers(
-                self.smem.tile_columns, self.inputs.schedule.table, row, row * 0,
+                self.smem.table_row, self.inputs.schedule.table, row, row * 0,
                 num_warps=self.num_warps, is_interpreted=self.spec.is_interpreted,
             )  # fmt: skip
 

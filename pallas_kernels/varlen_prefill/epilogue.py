@@ -46,7 +46,7 @@ def store_output(
         plain_s: The same memory without swizzling.
     """
     factor, lse = output_scale_and_lse(rows, results.row_max, results.row_sum, sinks)
-    # Read the columns before the fence in store_rows: TMA may then replace them by another work tile's.
+    # Read the table row before the fence in store_rows: TMA may then replace it by another work tile's.
     valid = None if outputs.lse is None else valid_rows(rows)
     outs = [(acc * broadcast_rows(factor, acc)).astype(rows.spec.dtype) for acc in results.accs]
     store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
@@ -131,7 +131,7 @@ def store_split_output(
     split_outputs.row_max[(*split, slots)] = results.row_max
     split_outputs.row_sum[(*split, slots)] = results.row_sum
     if not rows.spec.sizes.per_warp_mma:
-        # The work tile's columns have been read: TMA may replace them by another work tile's.
+        # The work tile's table row has been read: TMA may replace it by another work tile's.
         plgpu.commit_smem()
 
 

@@ -257,10 +257,10 @@ class PrefillMainloop:
             step: Step of the work tile's first KV tile.
         """
         queries = self.queries
-        # Wait for the queries, with which the work tile's columns arrive.
+        # Wait for the queries, with which the work tile's table row arrives.
         buffer = queries.buffer(iteration)
         plgpu.barrier_wait(queries.full.at[queries.barrier(buffer)])
-        work_tile = scheduler.read_from_smem(tile_index(iteration), queries.columns.at[buffer])
+        work_tile = scheduler.read_from_smem(tile_index(iteration), queries.table_row.at[buffer])
         rows = QueryRows(work_tile, self.rank, self.inputs.slopes, self.spec)
         if rows.slope is not None:
             self.bias.store_slope(rows.slope)

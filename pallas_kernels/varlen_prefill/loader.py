@@ -108,14 +108,14 @@ class KvPipeline:
 
 
 class QueryBuffers:
-    """A warpgroup's buffers for the queries, outputs and schedule rows of work tiles.
+    """A warpgroup's buffers for the queries, outputs and table rows of work tiles.
 
     `iteration` is the number of work tiles that the team processed before.
     """
 
     def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
         (query,), (out,) = smem.query_and_out
-        self.query, self.out, self.columns = query.at[wg], out.at[wg], smem.tile_columns.at[wg]
+        self.query, self.out, self.table_row = query.at[wg], out.at[wg], smem.table_row.at[wg]
         self.full, self.free = barriers.q_full, barriers.q_free
         self.num, self.wg = sizes.query_buffers, wg
 
@@ -434,7 +434,9 @@ class PrefillLoader:
                     index = (head, *head_dims.gmem_index(chunk, iteration * 0))
                     to, full = queries.query.at[buffer, chunk, pl.ds(first, tokens)], queries.full.at[barrier]
                     copy_rows(self.query, first_row, index, to, full, num_rows=tokens)
-            plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
+            plgpu.copy_gmem_to_smem(
+                self.table.at[row], queries.table_row.at[buffer], queries.full.at[barrier]
+            )
 
     def wait_for_queries(self, rounds: Scalar) -> None:
         """Wait until the warpgroups have freed all query buffers."""

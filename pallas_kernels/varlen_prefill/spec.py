@@ -319,8 +319,8 @@ class PrefillSmem(NamedTuple):
         query_and_out: Two views of the same memory: ((queries,), (out,)). Queries [warpgroups, query_buffers,
             chunks, 64, width], swizzled, which the output replaces; and the memory without swizzling, for an
             output of which only some rows are valid.
-        tile_columns: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
-            columns].
+        table_row: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
+            TABLE_WIDTH].
         k: Stages of keys [teams * stages, chunks, tile_kv, width], swizzled.
         v: Stages of values, like `k`.
         p: Probabilities [warpgroups, 64, tile_kv] if the matrix product cannot read registers; else None.
@@ -330,7 +330,7 @@ class PrefillSmem(NamedTuple):
     """
 
     query_and_out: Ref
-    tile_columns: Ref
+    table_row: Ref
     k: Ref
     v: Ref
     p: Ref
@@ -371,8 +371,8 @@ class PrefillBarriers(NamedTuple):
     """Barriers between the loading warps and the computing warpgroups; see the figure in kernel.py.
 
     Attributes:
-        q_full: Queries and table columns of a work tile have arrived [warpgroups * query_buffers].
-        q_free: Queries and table columns have been read, and the output that replaced the queries has been
+        q_full: Queries and the table row of a work tile have arrived [warpgroups * query_buffers].
+        q_free: Queries and the table row have been read, and the output that replaced the queries has been
             copied to global memory [warpgroups * query_buffers].
         k_full: Keys have arrived, or have been dequantized [teams * stages].
         v_full: Values have arrived, or have been dequantized [teams * stages].
@@ -415,7 +415,7 @@ def smem_types(spec: PrefillSpec) -> PrefillSmem:
     keys = (sizes.teams * sizes.stages, head.num_chunks, sizes.tile_kv, head.width)
     return PrefillSmem(
         query_and_out=plgpu.RefUnion((swizzled_smem(queries, dtype),), (plgpu.SMEM(queries, dtype),)),
-        tile_columns=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
+        table_row=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
         k=swizzled_smem(keys, dtype),
         v=swizzled_smem(keys, dtype),
         p=swizzled_smem((wgs, WARPGROUP_ROWS, sizes.tile_kv), dtype) if spec.is_interpreted else None,

@@ -149,11 +149,11 @@ class PrefillTileScheduler:
             column("head") if head is None else head, column, self.schedule.entries, self.spec
         )
 
-    def read_from_smem(self, index: Scalar, columns_s: Ref) -> PrefillWorkTile:
+    def read_from_smem(self, index: Scalar, table_row_s: Ref) -> PrefillWorkTile:
         """Return a work tile whose row of the table is in shared memory; columns are read at each use."""
 
         def column(name: str) -> Scalar:
-            return columns_s[self.spec.table_columns.index(name)]
+            return table_row_s[self.spec.table_columns.index(name)]
 
         head = column("head") if self.spec.has_lists else self._row_and_head(index)[1]
         return PrefillWorkTile(head, column, self.schedule.entries, self.spec)
