@@ -29,7 +29,7 @@ from pallas_kernels.ptx.warp_mma import (
 from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.layouts import COLUMN, WGMMA
 from pallas_kernels.shared.memory import swizzle_bytes
-from pallas_kernels.shared.paged_kv import clear_masked_out
+from pallas_kernels.shared.tile_rows import clear_masked_out
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile, f32
 
 # f16 probabilities go up to 2 ** 14 instead of 1: otherwise small probabilities and small scales would lose

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.shared import paged_kv
+from pallas_kernels.shared import tile_rows
 from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
@@ -299,7 +299,7 @@ class TileKeys:
         """Return the key position of each of the given rows of the tile."""
         if self.load_listed is not None:
             return lax.broadcast_in_dim(self.load_listed(), rows.shape, [0])
-        return rows + paged_kv.run_offsets(rows, self.run_starts, self.run_length)
+        return rows + tile_rows.run_offsets(rows, self.run_starts, self.run_length)
 
     def tile_positions(self, shape: tuple[int, ...]) -> Tile:
         """Return the key position of each element of a tile [keys, ...], in the WGMMA layout."""
@@ -308,7 +308,7 @@ class TileKeys:
 
     def row_head_bits(self, rows: Tile) -> Tile:
         """Return, for each of the given rows of the tile, the head bits of its run."""
-        return paged_kv.select_run(rows, self.head_bits, self.run_length)
+        return tile_rows.select_run(rows, self.head_bits, self.run_length)
 
     def positions(self, num_keys: int) -> Rows:
         """Return the key position of each row of the tile."""
@@ -319,7 +319,7 @@ class TileKeys:
 
     def where_visible(self, x: Tile, segment: Segment, fill: float) -> Tile:
         """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""
-        return paged_kv.where_visible(
+        return tile_rows.where_visible(
             x, self.tile_positions(x.shape), segment.first_key, segment.end_key, fill
         )
 

@@ -1,4 +1,4 @@
-"""Access to keys and values in a paged cache: layouts, TMA copies, block ids and masked-out tokens.
+"""Access to keys and values in a paged cache: layouts, TMA copies and block ids.
 
 Every kernel that finds keys through a block table uses this module. In its arguments, `first_key` and
 `end_key` are positions of keys in their request: the first key that any query attends to, and one past the
@@ -8,18 +8,15 @@ anything.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.layouts import WGMMA
-from pallas_kernels.shared.memory import PANEL, HeadChunks
-from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.memory import HeadChunks
+from pallas_kernels.shared.types import Index, Ref, Scalar
 
 
 def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
@@ -193,66 +190,3 @@ def load_head_scale(scale_g: Ref, kv_head: Scalar) -> Scalar:
 def split_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:
     """Return the block id of a slot of vLLM's slot_mapping, and the slot's offset in the block."""
     return lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
-
-
-# ------------------------------------------------------------------------------------- masked-out tokens
-def where_visible(x: Tile, keys: Tile, first_key: Scalar, end_key: Scalar, fill: float = 0.0) -> Tile:
-    """Return `x` with `fill` in the rows of keys at positions outside of [first_key, end_key).
-
-    Args:
-        x: Tile with one row per key.
-        keys: Key position of each element, int32, of the same shape.
-        first_key: Position of the first key that any query attends to.
-        end_key: One past the position of the last key that any query attends to.
-        fill: Static value of the replaced rows.
-    """
-    return jnp.where((keys >= first_key) & (keys < end_key), x, jnp.full_like(x, fill))
-
-
-def select_run(rows: Tile, values: Sequence[Scalar], run_length: int) -> Tile | Scalar:
-    """Return the element of `values` for the run of consecutive tokens that each row of a tile belongs to.
-
-    Args:
-        rows: Index of each element's row in the tile.
-        values: Value of each run of the tile; of a single one, a scalar is returned.
-        run_length: Number of rows per run. Static.
-    """
-    selected = values[0]
-    for run, value in enumerate(values[1:], 1):
-        selected = jnp.where(rows >= run * run_length, value, selected)
-    return selected
-
-
-def run_offsets(rows: Tile, run_starts: Sequence[Scalar], run_length: int) -> Tile | Scalar:
-    """Return the position of each row of a tile minus its index; see `select_run`.
-
-    Args:
-        rows: Index of each element's row in the tile.
-        run_starts: Position of the first row of each run.
-        run_length: Number of rows per run. Static.
-    """
-    return select_run(rows, [start - run * run_length for run, start in enumerate(run_starts)], run_length)
-
-
-def clear_masked_out(
-    tile_s: Ref, rows: Slice, keys: Callable[[tuple[int, ...]], Tile], first_key: Scalar, end_key: Scalar
-) -> None:
-    """Overwrite the values of keys outside of [first_key, end_key) with zeros.
-
-    The caller must call commit_smem.
-
-    Masking these keys is not enough, because 0 times NaN is NaN.
-
-    Args:
-        tile_s: Tile of values in SMEM, [num_chunks, tile_kv, width].
-        rows: Rows to check, a pl.ds(...).
-        keys: Function that returns the key position of each element of a tile of a given shape, int32.
-        first_key: Position of the first key that any query attends to.
-        end_key: One past the position of the last key that any query attends to.
-    """
-    num_chunks, _, width = tile_s.shape
-    for chunk in range(num_chunks):
-        for start in range(0, width, PANEL):
-            part_s = tile_s.at[chunk, rows, pl.ds(start, PANEL)]
-            v = plgpu.load(part_s, layout=WGMMA, optimized=False)
-            part_s[...] = where_visible(v, keys(v.shape), first_key, end_key)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.layouts import WARPGROUP_ROWS, WGMMA
 from pallas_kernels.shared.memory import PANEL
-from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
+from pallas_kernels.shared.tile_rows import clear_masked_out, run_offsets
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile, f32
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.dkdv_spec import DS_BUFFERS, DkDvSpec, QueryStages

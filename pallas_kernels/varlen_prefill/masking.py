@@ -16,7 +16,7 @@ from pallas_kernels.ptx.bit_mask import WORD_BITS
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.layouts import ROW, WGMMA
 from pallas_kernels.shared.memory import PANEL
-from pallas_kernels.shared.paged_kv import clear_masked_out, run_offsets
+from pallas_kernels.shared.tile_rows import clear_masked_out, run_offsets
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile, f32
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask, PairTile, Words, join_half_words
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages

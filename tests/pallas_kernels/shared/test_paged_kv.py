@@ -1,4 +1,4 @@
-"""paged_kv: block ids, the copies of a tile and masked-out tokens."""
+"""paged_kv: block ids and the copies of a tile."""
 
 import itertools
 import pathlib
@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared import paged_kv
-from pallas_kernels.shared.layouts import WGMMA
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 
@@ -141,44 +140,6 @@ class TestCopies:
         tiling = CacheTiling(block_size=256, run_length=64, is_hnd=False, head=head_chunks(64))
         scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
         np.testing.assert_array_equal(tiling.tile_scale(scales)[1, 2, 3], scales[1, 2, 192:])
-
-
-class TestMaskedOutTokens:
-    def cleared(self, values, low, high):
-        """Return keys of a tile whose lower half is not checked and whose upper half is numbered from 100."""
-
-        def body(value_g, ends_g, out_g, tile_s, loaded):
-            plgpu.copy_gmem_to_smem(value_g, tile_s, loaded)
-            plgpu.barrier_wait(loaded)
-            upper = pl.ds(64, 64)
-            keys = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + 100
-            paged_kv.clear_masked_out(tile_s, upper, keys, ends_g[0], ends_g[1])
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile_s, out_g)
-            plgpu.wait_smem_to_gmem(0)
-
-        return plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct(values.shape, values.dtype),
-            scratch_types=[plgpu.SMEM(values.shape, values.dtype), plgpu.Barrier()],
-            grid=(1,),
-            grid_names=("cta",),
-            interpret=plgpu.InterpretGPUParams(),
-        )(values, jnp.asarray([low, high], jnp.int32))
-
-    @pytest.mark.parametrize(("low", "high"), [(0, 500), (110, 500), (0, 130), (110, 130), (300, 500)])
-    def test_masked_out_values_become_zero_even_if_nan(self, low, high):
-        values = np.random.default_rng(0).standard_normal((2, 128, 64), np.float32)
-        keys = np.arange(100, 164)
-        is_unseen = (keys < low) | (keys >= high)
-        expected, poisoned = values.copy(), values.copy()
-        expected[:, 64:][:, is_unseen], poisoned[:, 64:][:, is_unseen] = 0, np.nan
-        np.testing.assert_array_equal(self.cleared(jnp.asarray(poisoned), low, high), expected)
-
-    def test_masked_out_rows_take_the_fill_value(self):
-        x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
-        actual = paged_kv.where_visible(x, keys, scalar(5), scalar(6), 7.0)
-        np.testing.assert_array_equal(actual, [7.0, 2.0, 7.0])
 
 
 def test_no_kernel_indexes_a_block_table_directly():
