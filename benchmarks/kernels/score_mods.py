@@ -8,7 +8,7 @@ import numpy as np
 
 import jattn
 from benchmarks.kernels.cases import PrefillCase
-from jattn.implementations.layer_config import CacheFormat, LayerConfig, RegionSizes
+from jattn.implementations.layer_config import RegionSizes, layer_config
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
 from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel
 from pallas_kernels.varlen_prefill import PrefillSizes
@@ -85,16 +85,18 @@ def prefill_sizes(
         gpu: Compute capability that the kernel is built for.
     """
     spec = jattn.AttentionSpec(num_q_heads=case.q_heads, num_kv_heads=case.kv_heads, head_dim=case.head_dim)
-    dtype = jnp.dtype(jnp.bfloat16)
-    layer = LayerConfig(
-        spec=spec,
-        query_dtype=dtype,
-        cache=None if block_size is None else CacheFormat("NHD", (dtype, dtype), (None, None)),
-        score_function=modifier_arrays(modifier, case.q_heads)["score_mod"].static_part,
-    )
     bucket = jattn.Bucket(max_prefills=len(case.query_lens), max_prefill_tokens=sum(case.query_lens))
     size = block_size or 16
     max_blocks = -(-max(case.seq_lens) // size)
+    cache = None
+    if block_size is not None:
+        cache = jattn.CacheSpec(
+            num_blocks=max_blocks * len(case.seq_lens),
+            block_size=block_size,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+        )
+    layer = layer_config(spec, cache, jnp.bfloat16, modifier_arrays(modifier, case.q_heads)["score_mod"])
     kernel = choose_kernel(layer, RegionSizes("prefill", bucket, max_blocks, size), None, gpu)
     assert isinstance(kernel, PrefillKernelConfig), kernel
     return kernel.sizes
