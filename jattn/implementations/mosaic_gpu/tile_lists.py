@@ -461,7 +461,7 @@ def plan_backward_mask(
         counts = {"num_query_tiles": len(tiles.table), "num_key_tiles": len(schedule.table)}
         queries = packed_query_block_size(row_mask, spec, sizes, bounds, **counts)
     if queries is not None:
-        tiles = _split_query_tiles(tiles, sizes.tile_q // queries, queries)
+        tiles = _split_query_tiles(tiles, block_q=queries, blocks_per_tile=sizes.tile_q // queries)
     codes = packed_codes(mask, spec, tiles, query_sizes, bounds, queries)
     begins, ends = (tiles.table[:, COLUMNS.index(name)] for name in ("begin", "end"))
     query_tiles = backward.QueryTiles(tiles.first_tiles, begins, ends)
@@ -483,16 +483,16 @@ def plan_backward_mask(
     return lists, backward.BackwardMask(dkdv_mask, dq_mask)
 
 
-def _split_query_tiles(schedule: PrefillSchedule, parts: int, queries: int) -> PrefillSchedule:
-    """Return the schedule with each query tile split into `parts` tiles of `queries` queries."""
-    table = jnp.repeat(schedule.table, parts, axis=0)
-    first_row = jnp.arange(len(table), dtype=jnp.int32) % parts * queries
+def _split_query_tiles(schedule: PrefillSchedule, *, block_q: int, blocks_per_tile: int) -> PrefillSchedule:
+    """Return the schedule with a tile for each block of `block_q` queries of each query tile."""
+    table = jnp.repeat(schedule.table, blocks_per_tile, axis=0)
+    first_row = jnp.arange(len(table), dtype=jnp.int32) % blocks_per_tile * block_q
     for name in ("first_row", "position"):
         table = table.at[:, COLUMNS.index(name)].add(first_row)
     for name in ("begin", "end"):
         column = COLUMNS.index(name)
-        table = table.at[:, column].set(jnp.clip(table[:, column] - first_row, 0, queries))
-    return schedule._replace(table=table, first_tiles=schedule.first_tiles * parts)
+        table = table.at[:, column].set(jnp.clip(table[:, column] - first_row, 0, block_q))
+    return schedule._replace(table=table, first_tiles=schedule.first_tiles * blocks_per_tile)
 
 
 def packed_codes(
