@@ -1,8 +1,11 @@
 """Memory of a kernel: the chunks of a head, the alignment of arrays, slices for TMA, swizzled tiles, stores.
 
-The tensor core takes the head_dim of values in multiples of 64. A head_dim that is not a multiple of 64 is
-divided into equal chunks of at most 64 elements, and TMA pads each to 64 with zeros on the way into shared
-memory: no extra byte is read, and the caller pads nothing.
+A **chunk** is a part of a head that is copied by itself and is a tile of its own in shared memory. A
+**panel** is 64 columns of a tile, in 16 bits the 128 bytes of a row of the swizzle: the tensor core takes the
+head_dim of values in panels. A head whose head_dim is a multiple of 64 is one chunk of one or more panels,
+except in the dk/dv kernel with wgmma, where each panel is a chunk. Another head_dim is divided into equal
+chunks of at most 64 elements, and TMA pads each to a panel with zeros on the way into shared memory: no extra
+byte is read, and the caller pads nothing.
 """
 
 import math
@@ -27,7 +30,7 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 # In 8 bits a head of 120 has no rows of a multiple of 16 bytes, which TMA requires, and 112 would need 7
 # chunks.
 EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-PANEL = 64  # elements of a head, or rows, per panel: the width of a swizzled tile in 16 bits
+PANEL = 64  # columns per panel; kernels also process rows in groups of this size
 
 
 # ------------------------------------------------------------------------------------- arrays

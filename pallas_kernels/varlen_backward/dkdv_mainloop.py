@@ -30,8 +30,6 @@ from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
 from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, team_and_rank
 
-type Panels = tuple[Tile, ...]
-
 
 class DkDvSums(NamedTuple):
     """Accumulated gradients of a warpgroup's keys and values, one f32 [64, width] tile per chunk of the head.
@@ -41,8 +39,8 @@ class DkDvSums(NamedTuple):
         dv: Gradient of the values, P^T dO, summed over the steps so far.
     """
 
-    dk: Panels
-    dv: Panels
+    dk: tuple[Tile, ...]
+    dv: tuple[Tile, ...]
 
 
 def zero_sums(spec: DkDvSpec) -> DkDvSums:
@@ -239,7 +237,7 @@ class DkDvMainloop:
             ds = pl.run_scoped(compute_ds, *[plgpu.ACC(spec.s_shape, f32)] * 2)
             self.exchange_ds(ds, buffer)
 
-            def multiply_ds(*dq_refs: Ref) -> Panels:
+            def multiply_ds(*dq_refs: Ref) -> tuple[Tile, ...]:
                 # The previous step's dQ first, so that it can leave while dK is in flight.
                 for index, ref in enumerate(dq_refs):
                     self.issue_dq(ref, index, 1 - buffer, zero)
@@ -323,7 +321,7 @@ class DkDvMainloop:
         self.wait_for_dout(tile, stages)
         probabilities = scores.probabilities(s, scores.lse(stats_s, tile), tile, loaded)
         dk, dv = state.sums
-        dq: Panels = ()
+        dq: tuple[Tile, ...] = ()
         if spec.computes.dv:
             store_panels(smem.p.at[wg], probabilities.p, spec)
             plgpu.commit_smem()
@@ -398,7 +396,7 @@ class DkDvMainloop:
             else (lax.div(number, panels), lax.rem(number, panels))
         )
 
-    def dq(self, buffer: Scalar, zero: Scalar) -> Panels:
+    def dq(self, buffer: Scalar, zero: Scalar) -> tuple[Tile, ...]:
         """Return the warpgroup's blocks of dQ = dS K for the step whose dS is in `buffer`."""
 
         def compute_block(index: int) -> Tile:
@@ -431,7 +429,7 @@ class DkDvMainloop:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.add_dq(pending_dq, self.dq(buffer, work_tile["zero"]))
 
-    def add_dq(self, pending_dq: PendingDq, dq: Panels) -> None:
+    def add_dq(self, pending_dq: PendingDq, dq: tuple[Tile, ...]) -> None:
         """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
         if not self.spec.is_interpreted:
             for index, dq_block in enumerate(dq):
@@ -455,7 +453,7 @@ class DkDvMainloop:
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
         dv = tuple(acc.astype(dtype) for acc in sums.dv)
 
-        def store_grad(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
+        def store_grad(grad_g: Ref, both_views: Ref, tiles: tuple[Tile, ...]) -> None:
             (swizzled,), (plain,) = both_views
             first_row = work_tile["first_key_row"] + self.rank * WARPGROUP_ROWS
             begin, end = (
