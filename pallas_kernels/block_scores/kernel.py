@@ -35,11 +35,11 @@ from pallas_kernels.architectures import ARCHITECTURES, Architecture
 from pallas_kernels.ptx.cp_async import (
     commit_copies,
     copy_queries,
-    copy_tile,
     release_to_warp,
     wait_for_warp,
     wait_for_warpgroup,
 )
+from pallas_kernels.ptx.cp_async_paged import copy_tile
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.ptx.tile_mma import multiply_chunks

@@ -18,14 +18,12 @@ from pallas_kernels.paged_decode.span import Segment, Span, SpanCursor, get_tile
 from pallas_kernels.paged_decode.spec import DecodeBarriers, DecodeInputs, DecodeSmem
 from pallas_kernels.ptx.cp_async import (
     commit_copies,
-    copy_listed_keys,
     copy_queries,
-    copy_tile,
-    copy_token_scales,
     release_to_warp,
     wait_for_warp,
     wait_for_warpgroup,
 )
+from pallas_kernels.ptx.cp_async_paged import copy_listed_keys, copy_tile, copy_token_scales
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar

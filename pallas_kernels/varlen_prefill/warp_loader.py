@@ -7,14 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.cp_async import (
-    WARPS,
-    commit_copies,
-    copy_block_rows,
-    copy_token_rows,
-    wait_for_team,
-    warp_index,
-)
+from pallas_kernels.ptx.cp_async import WARPS, commit_copies, copy_token_rows, wait_for_team, warp_index
+from pallas_kernels.ptx.cp_async_paged import copy_block_rows
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillSpec, WarpPrefillSmem

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ptx import (
     bit_mask,
     cp_async,
+    cp_async_paged,
     lane_sums,
     look_up,
     split_signs,
@@ -38,7 +39,7 @@ from pallas_kernels.shared.paged_kv import CacheTiling
 from pallas_kernels.shared.types import f32
 
 TEAM_COPIES = (
-    cp_async.copy_block_rows,
+    cp_async_paged.copy_block_rows,
     cp_async.copy_token_rows,
     cp_async.copy_numbers,
     cp_async.wait_for_team,
@@ -324,7 +325,9 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
         column = lax.div(first, jnp.int32(block_size))
         blocks = [table_g[column + i] for i in range(runs)]
         offset, kv_head = lax.rem(first, jnp.int32(block_size)), jnp.int32(1)
-        cp_async.copy_block_rows.on_gpu(tile_s, cache_g, blocks, offset, kv_head, tiling=tiling, num_warps=4)
+        cp_async_paged.copy_block_rows.on_gpu(
+            tile_s, cache_g, blocks, offset, kv_head, tiling=tiling, num_warps=4
+        )
         cp_async.copy_token_rows.on_gpu(
             token_tile_s, tokens_g, jnp.int32(50), kv_head, num_warps=4, **token_rows
         )
@@ -339,7 +342,7 @@ def team_copies(block_size: int, head_dim: int, *, is_hnd: bool) -> Case:
     def fallback(cache, tokens, table, numbers):
         results = [jax.new_ref(jnp.zeros(*result)) for result in (out, out, numbers_out)]
         blocks, zero, kv_head = list(table[: tiling.copies_per_run]), jnp.int32(0), jnp.int32(1)
-        cp_async.copy_block_rows.fallback(
+        cp_async_paged.copy_block_rows.fallback(
             results[0], jax.new_ref(cache), blocks, zero, kv_head, tiling=tiling, num_warps=1
         )
         cp_async.copy_token_rows.fallback(
@@ -382,7 +385,7 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
 
     def copy(code, tile_s, *refs):
         first, num_listed, first_key, end, kv_head = map(jnp.int32, (64, 100, 0, end_key, 2))
-        getattr(cp_async.copy_listed_keys, code)(
+        getattr(cp_async_paged.copy_listed_keys, code)(
             tile_s, *refs, first, num_listed, (first_key, end), kv_head, tiling=tiling
         )
 
@@ -400,7 +403,7 @@ def listed_copies(dim: int, dtype: Any, block_size: int, *, is_hnd: bool) -> Cas
         return (result[...],)
 
     run = kernel(body, out, scratch=(swizzled_smem(*out, width=head.width),))
-    return Case((cache, ids, table), run, fallback, (cp_async.copy_listed_keys,))
+    return Case((cache, ids, table), run, fallback, (cp_async_paged.copy_listed_keys,))
 
 
 def tiles_out(dtype: Any) -> Case:
@@ -504,9 +507,9 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         cp_async.copy_queries.on_gpu(q_s, query_g, head=head)
         cp_async.copy_rows.on_gpu(rows_s, wide_g.at[window])
         cp_async.commit_copies.on_gpu()
-        cp_async.copy_tile.on_gpu(tile_s, cache_g, *where, tiling=tiling)
+        cp_async_paged.copy_tile.on_gpu(tile_s, cache_g, *where, tiling=tiling)
         cp_async.release_to_warp.on_gpu()
-        cp_async.copy_token_scales.on_gpu(scale_s, scale_g, *where)
+        cp_async_paged.copy_token_scales.on_gpu(scale_s, scale_g, *where)
         cp_async.commit_copies.on_gpu()
         cp_async.wait_for_warp.on_gpu(num_pending=1)
         cp_async.wait_for_warpgroup.on_gpu(num_pending=0)
@@ -518,8 +521,8 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
     def fallback(cache, scale, query, places, wide):
         results = [jax.new_ref(jnp.zeros(shape, dtype)) for shape, dtype in outs]
         where = list(places[:num_copies]), list(places[num_copies : 2 * num_copies]), places[2 * num_copies]
-        cp_async.copy_tile.fallback(results[0], jax.new_ref(cache), *where, tiling=tiling)
-        cp_async.copy_token_scales.fallback(results[1], jax.new_ref(scale), *where)
+        cp_async_paged.copy_tile.fallback(results[0], jax.new_ref(cache), *where, tiling=tiling)
+        cp_async_paged.copy_token_scales.fallback(results[1], jax.new_ref(scale), *where)
         cp_async.copy_queries.fallback(results[2], jax.new_ref(query), head=head)
         cp_async.copy_rows.fallback(results[3], jax.new_ref(wide[:, 64:128]))
         return tuple(result[...] for result in results)
@@ -530,8 +533,9 @@ def copies(block_size: int, head_dim: int, cache_dtype: Any, *, is_hnd: bool) ->
         swizzled_smem(outs[2][0], query.dtype),
         swizzled_smem(outs[3][0], wide.dtype),
     )
-    others = *TEAM_COPIES, cp_async.copy_listed_keys
-    functions = [x for x in vars(cp_async).values() if isinstance(x, DeviceFunction) and x not in others]
+    others = *TEAM_COPIES, cp_async_paged.copy_listed_keys
+    members = *vars(cp_async).values(), *vars(cp_async_paged).values()
+    functions = [x for x in members if isinstance(x, DeviceFunction) and x not in others]
     arrays = cache, scale, query, places, wide
     return Case(arrays, kernel(body, *outs, scratch=scratch), fallback, (*functions,))
 

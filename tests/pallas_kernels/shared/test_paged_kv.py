@@ -153,4 +153,4 @@ def test_no_kernel_indexes_a_block_table_directly():
         if looks.search(line)
     }
     files = {line.split(":")[0] for line in subscripts}
-    assert files == {"shared/paged_kv.py", "ptx/cp_async.py"}, subscripts
+    assert files == {"shared/paged_kv.py", "ptx/cp_async_paged.py"}, subscripts
