@@ -345,17 +345,17 @@ class CpAsyncPipeline(CacheSource, Pipeline):
             )
 
         def copy_runs() -> None:
-            place = blocks, indices, segment.kv_head
+            source = blocks, indices, segment.kv_head
             copy_tile(
                 stream.tile_s.at[stage],
                 stream.cache_g,
-                *place,
+                *source,
                 tiling=self.tiling,
                 is_interpreted=is_interpreted,
             )
             if stream.scale_g is not None:
                 scale_s = stream.scale_s.at[stage]
-                copy_token_scales(scale_s, stream.scale_g, *place, is_interpreted=is_interpreted)
+                copy_token_scales(scale_s, stream.scale_g, *source, is_interpreted=is_interpreted)
 
         is_listed = self.spec.shape.list_block_size == 1
         pl.when(tile_index < segment.num_tiles)(copy_listed if is_listed else copy_runs)

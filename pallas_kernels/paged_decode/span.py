@@ -314,8 +314,7 @@ class TileKeys:
         """Return the key position of each row of the tile."""
         if self.load_listed is not None:
             return self.load_listed()
-        layout = ROW
-        return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=layout))
+        return self.row_positions(plgpu.broadcasted_iota(jnp.int32, (num_keys,), 0, layout=ROW))
 
     def where_visible(self, x: Tile, segment: Segment, fill: float) -> Tile:
         """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""

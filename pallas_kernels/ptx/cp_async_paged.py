@@ -126,8 +126,8 @@ def _cache_pointer(
 ) -> ir.Value:
     """Return the address of a token's first element in an array that `CacheTiling.tile_cache` returned."""
     strides = byte_strides(cache_g)
-    places = (kv_head, copy, token) if tiling.is_hnd else (copy, token, kv_head)
-    offset = lanes.add(*(lanes.times(x, stride) for x, stride in zip(places, strides[1:4], strict=True)))
+    indices = (kv_head, copy, token) if tiling.is_hnd else (copy, token, kv_head)
+    offset = lanes.add(*(lanes.times(x, stride) for x, stride in zip(indices, strides[1:4], strict=True)))
     return lanes.advance(lanes.pointer(cache_g), block, strides[0], offset)
 
 
@@ -346,8 +346,8 @@ def _copy_token_scales_by_lanes(
         )
     token = arith.andi(row, lanes.const(tokens - 1))
     strides = byte_strides(scale_g)
-    places = zip((kv_head, copy, token), strides[1:], strict=True)
-    offset = lanes.add(*(lanes.times(x, stride) for x, stride in places))
+    indices = (kv_head, copy, token)
+    offset = lanes.add(*(lanes.times(x, stride) for x, stride in zip(indices, strides[1:], strict=True)))
     source = lanes.advance(lanes.pointer(scale_g), block, strides[0], offset)
     target = lanes.add(lanes.address(scale_s), lanes.times(row, 4))
     # The upper half of the lanes would copy the same numbers again.

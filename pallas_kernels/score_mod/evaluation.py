@@ -302,7 +302,7 @@ class _Evaluation(NamedTuple):
         uniform = dict(loaded)
         for n, element in lookups.uniform.items():
             index_axes = [axes[v] for v in eqns[n].invars if not isinstance(v, Literal)]
-            kept = set().union(*(own for own in index_axes if key_axis not in own))
+            kept = set().union(*(element_axes for element_axes in index_axes if key_axis not in element_axes))
             uniform[n] = Sum.of(element, tuple(sorted(kept)))
         score = Sum.of(s, TILE, factor)
 

@@ -102,21 +102,21 @@ class Sum:
         if self.dtype == jnp.bool_:
             if not self.terms:
                 return broadcast(jnp.asarray(bool(self.constant)), ())
-            ((own, term),) = self.terms.items()
-            return broadcast(term.array, own)
+            ((term_axes, term),) = self.terms.items()
+            return broadcast(term.array, term_axes)
         # The scalar, with the constant, is added to a vector first if there is one.
         terms, rest = dict(self.terms), self.constant
         if () in terms:
             rest = _plus(terms.pop(()), rest)
-        vectors = [own for own in ((0,), (1,)) if own in terms]
+        vectors = [vector for vector in ((0,), (1,)) if vector in terms]
         if not vectors and TILE not in terms:
             return broadcast(jnp.asarray(rest, self.dtype), ())
         arrays = []
-        for own in vectors:
+        for vector in vectors:
             # Columns are multiplied after the broadcast: the product and the sum are one operation.
-            array = terms[own].array if own == (0,) else broadcast(terms[own].array, own)
-            total = _plus(terms[own]._replace(source=array), rest if own == vectors[0] else 0)
-            arrays.append(broadcast(total, own) if total.ndim < len(axes) else total)
+            array = terms[vector].array if vector == (0,) else broadcast(terms[vector].array, vector)
+            total = _plus(terms[vector]._replace(source=array), rest if vector == vectors[0] else 0)
+            arrays.append(broadcast(total, vector) if total.ndim < len(axes) else total)
         if TILE in terms:
             rest = 0 if vectors else rest
             arrays.append(_plus(terms[TILE], rest))
@@ -177,10 +177,12 @@ def common_axes(values: Sequence[Sum]) -> TileAxes:
     return tuple(sorted(set().union(*(value.axes for value in values))))
 
 
-def _broadcast(array: Any, own: TileAxes, *, shape: tuple[int, int], axes: TileAxes) -> Any:
-    if own == axes:
+def _broadcast(array: Any, array_axes: TileAxes, *, shape: tuple[int, int], axes: TileAxes) -> Any:
+    if array_axes == axes:
         return array
-    return lax.broadcast_in_dim(array, tuple(shape[axis] for axis in axes), [axes.index(x) for x in own])
+    return lax.broadcast_in_dim(
+        array, tuple(shape[axis] for axis in axes), [axes.index(axis) for axis in array_axes]
+    )
 
 
 def _rounded(factor: Constant) -> Constant:

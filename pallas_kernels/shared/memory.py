@@ -69,8 +69,8 @@ def split_tail(x: jax.Array, num_rows: int) -> TokenRows:
     """Split an array into what TMA can read in place and a copy of its last rows, if that is needed.
 
     TMA fills shared memory in groups of 8 rows, and a group that exceeds the array reads past its memory.
-    Without the group the array is read in place, where padding would copy it: 95 us of a step of 700 us. The
-    copy serves tiles of `num_rows` rows, each of which is read either from the array or from the copy.
+    Padding would copy the entire array, whereas its whole groups can be read in place. The copy of the tail
+    serves tiles of `num_rows` rows, each of which is read either from the array or from the copy.
 
     Args:
         x: Array whose first axis is the tokens.

@@ -117,11 +117,11 @@ class Combiner:
         @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
         def _() -> None:
             chunk, chunk_columns = (strip, pl.ds(0, PANEL)) if head_dims.is_padded else (strip * 0, columns)
-            slots = warpgroup_rows(rows)
+            row_slice = warpgroup_rows(rows)
             acc, row_max, row_sum = add_splits(
                 refs.split_outputs, work_tile["split_output"], work_tile["num_splits"],
                 work_tile.head,
-                queries=(slots,), strip=(chunk, slots, chunk_columns), axis=0,
+                queries=(row_slice,), strip=(chunk, row_slice, chunk_columns), axis=0,
             )  # fmt: skip
             factor, lse = output_scale_and_lse(rows, row_max, row_sum, refs.sinks)
             # The first strip stores the log-sum-exp of its rows.

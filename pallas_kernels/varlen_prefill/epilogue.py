@@ -51,7 +51,7 @@ def store_output(
     outs = [(acc * broadcast_rows(factor, acc)).astype(rows.spec.dtype) for acc in results.accs]
     store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
     if valid is not None:
-        # After the output: before it, tile lists took 4 us more of 414.
+        # After the output: with tile lists, the other order takes 1 % longer.
         store_lse(outputs.lse, rows, valid, lse)
 
 
@@ -114,7 +114,8 @@ def valid_rows(rows: QueryRows) -> ValidRows:
 def store_lse(lse_g: Ref, rows: QueryRows, valid: ValidRows, lse: Rows) -> None:
     """Store the log-sum-exp of a warpgroup's valid rows.
 
-    It is stored from registers: Pallas stores whole tiles only, which XLA turned into rows of tokens in 5 us.
+    It is stored from registers: Pallas stores whole tiles only, and XLA would need another kernel to turn
+    them into rows of tokens.
     """
     first, *_ = packed_heads(rows.work_tile, rows.spec)
     is_interpreted = rows.spec.is_interpreted
@@ -125,11 +126,11 @@ def store_split_output(
     split_outputs: SplitOutputs, index: Scalar, rows: QueryRows, results: RowResults
 ) -> None:
     """Store the unnormalized results of a KV split, for all rows, including invalid ones."""
-    split, slots = (index, rows.work_tile.head), warpgroup_rows(rows)
+    split, row_slice = (index, rows.work_tile.head), warpgroup_rows(rows)
     for chunk, acc in enumerate(results.accs):
-        store_unoptimized(split_outputs.out.at[(*split, chunk, slots)], acc)
-    split_outputs.row_max[(*split, slots)] = results.row_max
-    split_outputs.row_sum[(*split, slots)] = results.row_sum
+        store_unoptimized(split_outputs.out.at[(*split, chunk, row_slice)], acc)
+    split_outputs.row_max[(*split, row_slice)] = results.row_max
+    split_outputs.row_sum[(*split, row_slice)] = results.row_sum
     if not rows.spec.sizes.per_warp_mma:
         # The work tile's table row has been read: TMA may replace it by another work tile's.
         plgpu.commit_smem()
@@ -199,11 +200,11 @@ def store_valid_rows(
         plgpu.commit_smem()
         for index, (head, row) in itertools.product(range(len(outs)), heads):
             rows_s = swizzled_s.at[index, pl.ds(row, tokens)]
-            place = index_of(pl.ds(align_row(first), tokens), head, index)
+            out_index = index_of(pl.ds(align_row(first), tokens), head, index)
             if out_g.shape[0] % ALIGN == 0:
-                plgpu.copy_smem_to_gmem(rows_s, out_g.at[place])
+                plgpu.copy_smem_to_gmem(rows_s, out_g.at[out_index])
             else:
-                store_tiles(out_g, rows_s, place, is_interpreted=is_interpreted)
+                store_tiles(out_g, rows_s, out_index, is_interpreted=is_interpreted)
 
     @pl.when((num > 0) & (num < tokens))
     def _() -> None:
@@ -218,7 +219,7 @@ def store_valid_rows(
             def _(offset: Scalar = offset, size: int = size) -> None:
                 for index, (head, row) in itertools.product(range(len(outs)), heads):
                     rows_s = plain_s.at[index, pl.ds(row + offset, size)]
-                    place = index_of(pl.ds(first + offset, size), head, index)
-                    plgpu.copy_smem_to_gmem(rows_s, out_g.at[place])
+                    out_index = index_of(pl.ds(first + offset, size), head, index)
+                    plgpu.copy_smem_to_gmem(rows_s, out_g.at[out_index])
 
             offset, size = offset + (num & size), size // 2

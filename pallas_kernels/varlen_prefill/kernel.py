@@ -32,8 +32,8 @@ A `full` barrier completes when all TMA copies into its stage have landed. k_fre
 warpgroups of the team have arrived; Q, q_full and q_free belong to one warpgroup each. The first KV tile of a
 work tile has only S; KV tiles that are not for a warpgroup's rows are released unread (KvPipeline.skip). The
 result of a KV split goes from registers to global memory unnormalized, and combine.py merges the splits of a
-query tile. Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, and storing an output
-during S of the next work tile up to 2 % slower (prefill-late-output).
+query tile. Unlike in FlashAttention-3, the warpgroups do not issue in turn (ping-pong scheduling), which is 1
+to 5 % slower here on an H200.
 
 An 8-bit cache is loaded into stages of its own, and two more warpgroups, one for keys and one for values, sit
 between both sides: they wait for an 8-bit stage and for a free stage of K or V, dequantize

@@ -106,9 +106,8 @@ class PrefillSpec:
             warpgroups do more between barriers.
         waits_for_values_first: Whether P V of the previous tile is awaited before, instead of after, the
             exponentials. Then no branch separates the exponentials from their sums, and ptxas adds each as it
-            is computed. Heads of 64 at 8 x 2k take 616 to 619 us instead of 676 to 679 with packed keys, and
-            630 either way with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes
-            705 us instead of 700. Tile lists were not measured.
+            is computed: with heads of 64 and packed keys, 8 x 2k takes 9 % less time. Heads of 128, whose P V
+            takes twice as long, lose 1 %. Not measured with tile lists.
         score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
             Not used with a score function.
         table_columns: Names of the columns of the schedule's table.
@@ -160,9 +159,8 @@ class PrefillSpec:
         num_warpgroups = sizes.warpgroups
         if not sizes.per_warp_mma:
             num_warpgroups += 1 if self.quantized is None else 3
-        # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for
-        # computing. With the columns of a split besides, eight copies are many: with 24 registers the
-        # loading warp spilled 28 bytes.
+        # Of the SM's registers, many copies per stage need more for loading, and small heads fewer for
+        # computing. With KV splits, whose columns the loading warp holds as well, eight copies are many.
         needs_few_registers = copies_per_stage > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= PANEL
         has_head_groups = shape.heads_per_l2_group != shape.q_heads
         has_many_copies = sizes.max_splits > 1 and copies_per_stage == MAX_COPIES_AT_ONCE

@@ -183,8 +183,8 @@ def _emit_sum_rows(
     for group in exchange.groups(exchange.devices):
         awaited = packets_of_all(exchange, group)
         yield from emit_wait_for_packets(awaited, f"WAIT{group.start}")
-        for nth, n in enumerate(group):
-            of_packet = awaited[nth * exchange.devices : (nth + 1) * exchange.devices]
+        for i, n in enumerate(group):
+            of_packet = awaited[i * exchange.devices : (i + 1) * exchange.devices]
             for half in (0, 1):
                 yield from _emit_add_packets(of_packet, n, half, conversion)
             if exchange.shots == 2:

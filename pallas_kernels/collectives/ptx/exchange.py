@@ -301,8 +301,8 @@ def packets_of_all(exchange: Exchange, group: range) -> list[Awaited]:
         return f"{name}{2 * index}", f"{name}{2 * index + 1}"
 
     return [
-        Awaited(n, pair("w", nth), "from", device * exchange.block_bytes, pair("d", n), f"is_mine{device}")
-        for nth, (n, device) in enumerate(itertools.product(group, range(exchange.devices)))
+        Awaited(n, pair("w", i), "from", device * exchange.block_bytes, pair("d", n), f"is_mine{device}")
+        for i, (n, device) in enumerate(itertools.product(group, range(exchange.devices)))
     ]
 
 
