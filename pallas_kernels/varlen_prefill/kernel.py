@@ -36,8 +36,8 @@ query tile. Unlike in FlashAttention-3, the warpgroups do not issue in turn (pin
 to 5 % slower here on an H200.
 
 An 8-bit cache is loaded into stages of its own, and two more warpgroups, one for keys and one for values, sit
-between both sides: they wait for an 8-bit stage and for a free stage of K or V, dequantize
-the one into the other, and arrive where TMA does otherwise.
+between both sides: they wait for an 8-bit stage and for a free stage of K or V, dequantize the one into the
+other, and arrive where TMA does otherwise.
 
 Modules: loader (left and middle, and the warpgroups that dequantize), this one (right), which calls softmax,
 masking and epilogue. tile_scheduler says which tiles belong to whom, schedule which there are.
@@ -213,8 +213,8 @@ class PrefillMainloop:
         spec: PrefillSpec,
         queries: QueryBuffers,
     ):
-        # The same number as in `queries`, read again: sharing it would change the addresses that were
-        # measured.
+        # Read again, although `queries` has it: with a shared value the compiler computes other addresses,
+        # which were not measured.
         self.wg = wg = lax.axis_index("warpgroup")
         # The warpgroups of a team share a work tile: 64 rows each, from rank * 64 on.
         self.team, self.rank = team_and_rank(wg, spec.sizes.teams)
