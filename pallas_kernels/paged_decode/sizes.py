@@ -79,9 +79,8 @@ class DecodeSizes:
 # (head width, query rows per tile): rows for heads up to this width.
 MAX_ROWS_BY_WIDTH = ((64, MAX_ROWS), (256, 32))
 EIGHT_BIT_MAX_ROWS_BY_WIDTH = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
-MAX_WARP_ACCUMULATOR = (
-    2048  # elements of an accumulator (head width times rows) that fit the registers of a warp
-)
+# Elements of an accumulator (head width times rows) that fit the registers of a warp.
+MAX_WARP_ACCUMULATOR = 2048
 # Query rows per tile of WarpMma on other GPUs than Hopper: with 32, a kernel with ALiBi spills on 12.0.
 MAX_WARP_ROWS = 24
 # Bytes that an SM should have in flight, and stages per thread block. More is slower: on an H200, 64 requests
@@ -201,13 +200,13 @@ def _estimate_sizes(
         available = cta_bytes - ALIGNMENT_BYTES
         # Without TMA the outputs take the place of queries and stages.
         fixed_bytes = 2 * queries_bytes + outputs_bytes if uses_tma else queries_bytes
-        fitting = (available - fixed_bytes) // stage_bytes
-        if fitting < min_stages or outputs_bytes > available:
+        max_stages = (available - fixed_bytes) // stage_bytes
+        if max_stages < min_stages or outputs_bytes > available:
             continue
-        wanted = max(bytes_in_flight // ctas_per_sm // stage_bytes, min_stages)
+        needed_stages = max(bytes_in_flight // ctas_per_sm // stage_bytes, min_stages)
         return DecodeSizes(
             tile_kv=tile_kv,
-            stages=min(wanted, fitting, MAX_STAGES),
+            stages=min(needed_stages, max_stages, MAX_STAGES),
             ctas=ctas_per_sm * architecture.num_sms,
             max_rows=max_rows,
             split_kv=split_kv,
