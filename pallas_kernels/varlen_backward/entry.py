@@ -273,9 +273,13 @@ def check_prebuilt(
     require_shape("lists.order", lists.order.shape, (num_work_tiles,), meaning)
     require_shape("lists.entries", lists.entries.shape[:1], (num_tiles * q_heads,), meaning)
     if lists.dq_lists is not None and schedule.dq_schedule is not None:
-        list_block_size = lists.dq_lists.built_for.list_block_size
-        dq_key = dataclasses.replace(schedule.dq_schedule.built_for, list_block_size=list_block_size)
-        require_built_for("lists.dq_lists", lists.dq_lists.built_for, dq_key)
+        built_for = lists.dq_lists.built_for
+        dq_key = dataclasses.replace(
+            schedule.dq_schedule.built_for,
+            list_block_size=built_for.list_block_size,
+            block_q=built_for.block_q,
+        )
+        require_built_for("lists.dq_lists", built_for, dq_key)
         shape = schedule.dq_schedule.table.shape[0] * q_heads, TABLE_WIDTH
         meaning = f"tiles of {needed.num_tokens} queries, {q_heads} heads"
         require_shape("lists.dq_lists", lists.dq_lists.table.shape, shape, meaning)
@@ -370,6 +374,7 @@ def make_dq_call(
             q_heads, spec.kv_heads, kv_bytes=kv_bytes, rows=len(dq_schedule.table), sizes=dq_sizes
         ),
         list_block_size=None if dq_lists is None else dq_lists.built_for.list_block_size,
+        block_q=None if dq_lists is None else dq_lists.built_for.block_q,
     )
     dq_spec = PrefillSpec(
         shape=shape, score=spec.score, sizes=dq_sizes, dtype=spec.dtype, has_lists=spec.has_lists,

@@ -20,7 +20,6 @@ from pallas_kernels.checks import (
     require_one_of,
     require_shape,
 )
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.score_mod import KernelScoreMod
 from pallas_kernels.shared.memory import TokenRows, copy_if_unaligned, head_chunks, split_tail
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
@@ -49,7 +48,6 @@ from pallas_kernels.varlen_prefill.spec import (
 from pallas_kernels.varlen_prefill.tile_lists import (
     LIST_BLOCK_SIZES,
     PrefillTileLists,
-    num_query_blocks,
     schedule_refs,
 )
 
@@ -72,7 +70,6 @@ def varlen_prefill(
     score_mod: KernelScoreMod | None = None,
     schedule: PrefillSchedule | None = None,
     lists: PrefillTileLists | None = None,
-    block_q: int | None = None,
     mask: KernelMask | None = None,
     sizes: PrefillSizes | None = None,
     return_lse: bool = False,
@@ -91,7 +88,7 @@ def varlen_prefill(
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Number of keys of each request; at most max_blocks * block_size.
         score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
-            `query` and `query_start_loc` are rows, and `mask` and `block_q` count queries in rows.
+            `query` and `query_start_loc` are rows, and `mask` counts queries in rows.
         kv_start_loc: First key of each request if keys are packed.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r; None if
             keys are packed. Entries of blocks without visible keys are never used.
@@ -108,8 +105,6 @@ def varlen_prefill(
             into a tile share a list, and `mask` must be the same for them. Values in the tiles of the lists
             must be finite, even if the mask hides them. This does not apply to values after the request's
             last key, or outside of the window of all its queries.
-        block_q: Number of queries per query block if list entries say which query blocks of a tile attend to
-            them; else None. Static.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
         sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
         return_lse: Whether to return the log-sum-exp. Static.
@@ -173,10 +168,8 @@ def varlen_prefill(
         if scale is not None:
             require(is_quantized, name, f"be None with keys of {key.dtype.name}", jnp.shape(scale))
             check_scale(name, scale, scale_shapes)
-    if not has_lists and not (mask is None and block_q is None):
-        raise ValueError(
-            "mask and block_q require tile lists. Build them with make_tile_lists and pass them as lists."
-        )
+    if mask is not None and not has_lists:
+        raise ValueError("mask requires tile lists. Build them with make_tile_lists and pass them as lists.")
     if is_quantized and has_lists:
         raise ValueError(
             f"lists (tile lists of a mask) require a 16-bit KV cache, but the cache has dtype "
@@ -192,12 +185,6 @@ def varlen_prefill(
         )  # fmt: skip
     group, pack_gqa = q_heads // kv_heads, sizes.pack_gqa
     require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
-    query_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_tokens, block_q)
-    if query_blocks > MAX_QUERY_BLOCKS:
-        raise ValueError(
-            f"block_q={block_q} splits a query tile of {sizes.tile_tokens} tokens into {query_blocks} "
-            f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
-        )
     head = head_chunks(head_dim)
     if is_quantized:
         check_quantized(sizes, head.padded_dim)
@@ -212,6 +199,7 @@ def varlen_prefill(
             num_tokens=num_tokens, score=score, sizes=sizes, q_heads=q_heads, has_lists=has_lists,
         )  # fmt: skip
     list_block_size = None if lists is None else lists.built_for.list_block_size
+    block_q = None if lists is None else lists.built_for.block_q
     if list_block_size is not None:
         require(
             not sizes.per_warp_mma, "lists", "list tiles with per_warp_mma", f"blocks of {list_block_size}"
@@ -222,7 +210,7 @@ def varlen_prefill(
     needed = schedule_key(num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=is_packed)
     require_built_for("schedule", schedule.built_for, needed)
     if lists is not None:
-        lists_key = dataclasses.replace(needed, list_block_size=list_block_size)
+        lists_key = dataclasses.replace(needed, list_block_size=list_block_size, block_q=block_q)
         require_built_for("lists", lists.built_for, lists_key)
         lists_needed = schedule.table.shape[0] * (q_heads // pack_gqa)
         meaning = f"{schedule.table.shape[0]} query tiles, each with {q_heads // pack_gqa} lists"

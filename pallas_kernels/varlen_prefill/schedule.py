@@ -30,6 +30,8 @@ class PrefillScheduleKey:
         is_packed: Whether keys are packed instead of in a paged cache.
         list_block_size: Number of keys per entry of the tile lists if several entries fill a tile; None if an
             entry is a tile, and for the schedule itself.
+        block_q: Number of queries, in rows, per block of queries if entries of the tile lists say which
+            blocks attend to them; None if they do not, and for the schedule itself.
     """
 
     num_tokens: int
@@ -39,6 +41,7 @@ class PrefillScheduleKey:
     has_lists: bool
     is_packed: bool
     list_block_size: int | None = None
+    block_q: int | None = None
 
 
 class SplitTiles(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, UInt
 
-from pallas_kernels.list_tiles import ListedTiles, list_tiles
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, ListedTiles, list_tiles
 from pallas_kernels.ptx import tile_order
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
 from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs
@@ -38,7 +38,8 @@ class PrefillTileLists(NamedTuple):
         entries: One list per row: partial tiles in descending order, then full tiles. The low bits of an
             entry are the index of the KV tile, or block. Bit QUERY_BLOCK_SHIFT + n says whether the n-th
             query block of the query tile attends to it.
-        built_for: Static arguments that the schedule of these lists was built for, and list_block_size.
+        built_for: Static arguments that the schedule of these lists was built for, list_block_size and
+            block_q.
     """
 
     table: Int32[Array, "work_tiles columns"]
@@ -60,6 +61,7 @@ def make_tile_lists(
     *,
     sets: int = 1,
     list_block_size: int | None = None,
+    block_q: int | None = None,
 ) -> PrefillTileLists:
     """Build the tile lists for the query tiles of a schedule.
 
@@ -74,8 +76,20 @@ def make_tile_lists(
         sets: Number of sets of heads that are processed one after the other. Static.
         list_block_size: Number of keys per code if `codes` describe blocks of which several fill a tile of
             the schedule's sizes; None if they describe tiles. Static.
+        block_q: Number of queries, in rows, per query block if `codes` say which query blocks of a tile
+            attend to a KV tile; None if they do not. Static.
+
+    Raises:
+        ValueError: If a tile has more query blocks than codes have bits for.
     """
-    built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
+    tile_tokens = schedule.built_for.sizes.tile_tokens
+    query_blocks = 1 if block_q is None else num_query_blocks(tile_tokens, block_q)
+    if query_blocks > MAX_QUERY_BLOCKS:
+        raise ValueError(
+            f"block_q={block_q} splits a query tile of {tile_tokens} tokens into {query_blocks} blocks, but "
+            f"at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
+        )
+    built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size, block_q=block_q)
     blocks_per_tile = 1 if list_block_size is None else built_for.sizes.tile_kv // list_block_size
     # Add empty tiles, so that the entries of a tile exist in a list of any length.
     num_added = max(blocks_per_tile - codes.shape[2], 0)

@@ -128,8 +128,7 @@ def check_lists(sizes=None) -> None:
         planned = tile_lists.plan_mask(mask, spec, schedule, sizes, bounds)
         return varlen_prefill.varlen_prefill(
             query, key, value, query_start_loc, seq_lens, block_table=block_table, sizes=sizes,
-            schedule=schedule, lists=planned.lists, block_q=planned.block_q, mask=planned.pair_mask,
-            return_lse=True, **options,
+            schedule=schedule, lists=planned.lists, mask=planned.pair_mask, return_lse=True, **options,
         )  # fmt: skip
 
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}

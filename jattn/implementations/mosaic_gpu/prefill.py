@@ -106,7 +106,6 @@ def _call_kernel(
         score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=kernel_plan.schedule,
         lists=None if mask is None else mask.lists,
-        block_q=None if mask is None else mask.block_q,
         mask=None if mask is None else mask.pair_mask,
         sizes=kernel.sizes,
         return_lse=return_lse,

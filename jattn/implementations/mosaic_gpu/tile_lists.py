@@ -16,7 +16,7 @@ from jattn.implementations.mosaic_gpu.query_rows import mask_of_rows, share_mask
 from jattn.masks import Coverage, KernelTiling, Mask, tile_coverage
 from jattn.masks.base import factors, leaves
 from jattn.masks.in_kernel import Formula
-from jattn.pytree import pytree, static
+from jattn.pytree import pytree
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
@@ -77,13 +77,10 @@ class MaskPlan:
     Attributes:
         lists: KV tiles that each query tile visits.
         pair_mask: Mask that the kernel evaluates pair by pair in partial tiles; None if there is none.
-        block_q: Rows of queries per query block that the lists distinguish (static); None without query
-            blocks.
     """
 
     lists: PrefillTileLists
     pair_mask: KernelMask | None
-    block_q: int | None = static()
 
 
 class MaskFactors(NamedTuple):
@@ -362,7 +359,8 @@ def plan_mask(
     per_kv_head = schedule.table.shape[0] * (spec.q_heads_per_kv_head // heads_per_tile)
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
     codes = encode_tiles(any_visible, all_visible, visible_by_block)
-    lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size)
+    block_q = None if parts.block_q is None else parts.block_q * bounds.rows_per_token
+    lists = make_tile_lists(schedule, codes, sets=sets, list_block_size=list_block_size, block_q=block_q)
     pair_mask = None
     if parts.pairs is not None:
         pairs = mask_of_rows(parts.pairs, bounds.rows_per_token)
@@ -370,8 +368,7 @@ def plan_mask(
             pair_mask = kernel_mask(pairs, kernel_tiling(spec, sizes, keys, bounds))
         else:
             pair_mask = word_mask(pairs, block_tiling(spec, sizes, keys, bounds))
-    block_q = None if parts.block_q is None else parts.block_q * bounds.rows_per_token
-    return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=block_q)
+    return MaskPlan(lists=lists, pair_mask=pair_mask)
 
 
 class PackedLens(NamedTuple):

@@ -27,6 +27,7 @@ from pallas_kernels.ptx import tile_order
 from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import (
+    Joined,
     PairTile,
     PrefillSchedule,
     PrefillSizes,
@@ -41,7 +42,6 @@ from pallas_kernels.varlen_prefill.schedule import (
     PrefillScheduleKey,
     make_schedule,
 )
-from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists
 from tests import aot, assertions, contract
 from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
@@ -441,26 +441,19 @@ def test_length_of_lists_determines_the_kernel(sizes, served_by):
     assert served_by in str(choose_kernel(layer_config(spec, cache), region, spec.sparsity))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mask": strange}, "mask and block_q require tile lists"),
-        (
-            {"block_q": 4, "lists": ()},
-            "block_q=4 splits a query tile of 128 tokens into 33 blocks, but at most 10",
-        ),
-    ],
-)
-def test_inconsistent_arguments_are_rejected_by_name(options, message):
+def test_a_mask_without_lists_is_rejected():
     x = jnp.zeros((8, 1, 64), jnp.bfloat16)
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
     run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=PrefillSizes())
-    if "lists" in options:
-        options["lists"] = PrefillTileLists(
-            *(jnp.zeros(shape, jnp.int32) for shape in ((1, 32), 1, (1, 1))), MADE_FOR
-        )
-    with pytest.raises(Exception, match=f"{message}|Type-check"):
-        run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), **options)
+    with pytest.raises(ValueError, match="mask requires tile lists"):
+        run(x, x, x, *starts, kv_start_loc=jnp.asarray([0]), mask=Joined(operands=(), is_union=False))
+
+
+def test_lists_distinguish_at_most_ten_query_blocks():
+    schedule = PrefillSchedule(jnp.zeros((1, 32), jnp.int32), jnp.ones(1, jnp.int32), None, None, MADE_FOR)
+    message = r"block_q=4 splits a query tile of 128 tokens into 33 blocks, but at most 10 are supported"
+    with pytest.raises(ValueError, match=message):
+        make_tile_lists(schedule, jnp.zeros((1, 1, 1), jnp.uint8), block_q=4)
 
 
 @pytest.mark.slow
