@@ -24,6 +24,7 @@ NEEDLE_VALUE = 4.0  # factor by which values of needles exceed other values
 UNSEEN_SCORE = 20.0
 UNSEEN_VALUE = 3000.0
 NO_BLOCK = 10_000  # out of range of every pool
+PACKED_KV = ("no_cache", "aligned")  # aligned: each request's keys start at a multiple of 8
 # Formats of keys and values of caches in which the two differ.
 STORED = {"int8_static_v": ("int8_token_head", "int8_channel"), "int8_k_only": ("int8_token_head", "plain")}
 
@@ -43,7 +44,7 @@ class Setting:
         cache_dtype: Dtype of unquantized keys and values; None means `dtype`.
         stored: "plain", or an 8-bit kind and its scale ("int8_token_head", "fp8_scalar", ...), or a key of
             STORED.
-        kv: Layout of the cache, or "no_cache".
+        kv: Layout of the cache, or one of PACKED_KV.
         has_sinks: Whether heads have sinks.
         has_alibi: Whether heads have ALiBi slopes.
         visible: Predicate over (request, head, i, j) that is applied in addition to the spec.
@@ -229,7 +230,7 @@ class AttentionProblem:
 
     def _build_kv(self) -> jattn.PagedCache | jattn.PackedKV:
         (k, k_scale), (v, v_scale) = self._stored
-        if self.setting.kv == "no_cache":
+        if self.setting.kv in PACKED_KV:
             return self._packed_kv(k, v)
         size, layout, scales = self.setting.block_size, self.setting.kv, {}
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -242,12 +243,15 @@ class AttentionProblem:
         return jattn.PagedCache(k=k, v=v, layout=layout, **scales)
 
     def _packed_kv(self, k: np.ndarray, v: np.ndarray) -> jattn.PackedKV:
-        flat = np.concatenate([*self.slots, np.zeros(5, np.int64)])  # five keys that belong to no request
+        is_aligned = self.setting.kv == "aligned"
+        room = [n + -n % 8 if is_aligned else n for n in self.seq_lens]
+        # Slot 0 has no key: neither those between requests nor the last five belong to one.
+        slots = [np.pad(x, (0, n - len(x))) for x, n in zip(self.slots, room, strict=True)]
+        flat = np.concatenate([*slots, np.zeros(5, np.int64)])
         starts = np.zeros(self.metadata.bucket.max_reqs, np.int32)
-        starts[self.row_of_request()] = np.cumsum(self.seq_lens) - self.seq_lens
-        return jattn.PackedKV(
-            k=jnp.asarray(k[flat]), v=jnp.asarray(v[flat]), kv_start_loc=jnp.asarray(starts)
-        )
+        starts[self.row_of_request()] = np.cumsum(room) - room
+        k, v, starts = (jnp.asarray(x) for x in (k[flat], v[flat], starts))
+        return jattn.PackedKV(k=k, v=v, kv_start_loc=starts, is_aligned=is_aligned)
 
 
 def in_layout(x: np.ndarray, block_size: int, layout: str, *, is_key: bool) -> np.ndarray:

@@ -134,33 +134,39 @@ class TestDispatch:
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
 
     @pytest.mark.parametrize(
-        ("num_keys", "starts", "is_in_order", "message"),
+        ("num_keys", "starts", "fields", "message"),
         [
             (
                 9,
                 [0, 5],
-                False,
+                {},
                 r"cache.kv_start_loc\[1\]=5 with .*=7 selects keys \[5, 12\), but cache.k has 9",
             ),
             (
                 12,
                 [-1, 5],
-                False,
+                {},
                 r"cache.kv_start_loc\[0\]=-1 with .*=5 selects keys \[-1, 4\), but cache.k has 12",
             ),
-            (12, [7, 0], True, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
+            (12, [7, 0], {"is_in_order": True}, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
             (
                 12,
                 [0, 4],
-                True,
+                {"is_in_order": True},
                 r"cache.kv_start_loc\[1\] must be at least 5, where row 0 ends, with is_in_order, got 4",
+            ),
+            (
+                12,
+                [0, 5],
+                {"is_aligned": True},
+                r"cache.kv_start_loc\[1\] must be a multiple of 8 with is_aligned, got 5",
             ),
         ],
     )
-    def test_packed_rows_must_start_where_their_keys_do(self, num_keys, starts, is_in_order, message):
+    def test_packed_rows_must_start_where_their_keys_do(self, num_keys, starts, fields, message):
         metadata = jattn.build_batch_metadata([5, 7], [5, 7], None)
         keys = jnp.ones((num_keys, 2, 16))
-        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), is_in_order=is_in_order)
+        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), **fields)
         attend = lambda kv: jattn.attend(jnp.ones((12, 4, 16)), kv, metadata, self.problem().spec)
         with pytest.raises(ValueError, match=message):
             attend(kv)

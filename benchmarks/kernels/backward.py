@@ -42,6 +42,7 @@ from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan
 from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel
 from jattn.implementations.mosaic_gpu.prefill import attend_prefill, plan_prefill
 from jattn.implementations.region_inputs import OutputGradients, RegionInputs
+from jattn.pytree import replace
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.architectures import NUM_SMS
@@ -138,15 +139,17 @@ class Work:
         layout = layout_packed(
             arrays["query"], arrays["key"], arrays["value"], arrays["query_start_loc"], arrays.get("mask")
         )
+        # A batch of sequences of equal length starts at multiples of 8.
+        kv = replace(layout.kv, is_aligned=all(n % 8 == 0 for n in self.case.query_lens))
         modifiers = {name: arrays.get(name) for name in ("sinks", "alibi_slopes", "score_mod")}
         return RegionInputs(
-            query=layout.query, kv=layout.kv, metadata=layout.metadata, mask=layout.mask, spec=self.spec,
+            query=layout.query, kv=kv, metadata=layout.metadata, mask=layout.mask, spec=self.spec,
             **modifiers,
         )  # fmt: skip
 
     def forward_kernel(self, inputs: RegionInputs) -> PrefillKernelConfig:
         """Return the forward kernel and the sizes that jattn chooses."""
-        layer = layer_config(self.spec, None, inputs.query.dtype, inputs.score_mod)
+        layer = layer_config(self.spec, inputs.kv, inputs.query.dtype, inputs.score_mod)
         (region,) = region_sizes(inputs.metadata)
         kernel = choose_kernel(layer, region, inputs.mask)
         assert isinstance(kernel, PrefillKernelConfig), kernel

@@ -12,6 +12,7 @@ from jattn.cache.spec import LAYOUTS, CacheSpec, StorageFormat
 from jattn.pytree import pytree, static
 from pallas_kernels.architectures import is_concrete
 from pallas_kernels.checks import require, require_int, require_one_of, require_shape
+from pallas_kernels.varlen_prefill import ALIGN
 
 type _Array = Shaped[Array, "..."] | np.ndarray
 type _Scale = Float[Array, "..."] | np.ndarray
@@ -231,6 +232,9 @@ class PackedKV:
         is_in_order: Whether kv_start_loc begins with 0 and ascends, also for padding rows, and no two rows
             share a key (static). Required by the kernels that compute gradients. `attend` checks it, but not
             inside jit.
+        is_aligned: Whether each element of kv_start_loc is a multiple of 8 (static), as in a batch of
+            sequences whose length is. Masks of blocks then cost the kernels less. `attend` checks it, but not
+            inside jit.
         max_seq_len: Maximum number of keys per row (static); None allows all keys in one row. With a mask the
             kernels build tile lists of this length for each row.
     """
@@ -239,6 +243,7 @@ class PackedKV:
     v: Float[Array, "kv_tokens kv_heads head_dim"]
     kv_start_loc: Int[Array, " reqs"]
     is_in_order: bool = static(default=False)
+    is_aligned: bool = static(default=False)
     max_seq_len: int | None = static(default=None)
 
     def __post_init__(self) -> None:
@@ -296,6 +301,10 @@ class PackedKV:
                 f"[{firsts[r]}, {firsts[r] + lens[r]}), but cache.k has {num_keys} keys. Correct "
                 "kv_start_loc or seq_lens."
             )
+        if self.is_aligned:
+            for r in np.flatnonzero(is_read & (firsts % ALIGN != 0))[:1]:
+                rule = f"be a multiple of {ALIGN} with is_aligned"
+                require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
         if self.is_in_order and len(firsts):
             require(int(firsts[0]) == 0, "cache.kv_start_loc[0]", "be 0 with is_in_order", firsts[0])
             for r in np.flatnonzero(firsts[1:] < (firsts + lens)[:-1])[:1] + 1:

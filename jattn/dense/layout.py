@@ -13,6 +13,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.cache import PackedKV
 from jattn.masks import Mask, Sinks
+from pallas_kernels.varlen_prefill import ALIGN
 
 
 class DenseLayout(NamedTuple):
@@ -76,7 +77,14 @@ def layout_batch(
         num_tokens=batch * query_len,
     )
     starts = jnp.arange(batch, dtype=jnp.int32) * row_stride
-    kv = PackedKV(k=flat(k), v=flat(v), kv_start_loc=starts, is_in_order=True, max_seq_len=seq_len)
+    kv = PackedKV(
+        k=flat(k),
+        v=flat(v),
+        kv_start_loc=starts,
+        is_in_order=True,
+        is_aligned=batch == 1 or row_stride % ALIGN == 0,
+        max_seq_len=seq_len,
+    )
     return DenseLayout(flat(q), kv, metadata, mask, query_len, q_tokens)
 
 

@@ -101,7 +101,7 @@ def attend_shard(
         outputs = AttentionOutput(repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T)
     if score_mod is not None and not is_packed and layout.q_tokens < layout.row_tokens:
         score_mod = score_mod.limit_queries(layout.q_tokens)
-    config = layer_config(spec, None, q.dtype, score_mod)
+    config = layer_config(spec, layout.kv, q.dtype, score_mod)
     layer, regions = plan_of_layer(None, layout.metadata, config, layout.mask, implementation)
     out, lse = attend_regions(
         layout.query,
@@ -147,7 +147,7 @@ def _layout_batch(
 
     # The kernels get runs of equal ids, whose numbers ascend, so that tiles can be skipped exactly.
     layout = layout_with_segments(document_runs(segment_ids))
-    config = layer_config(spec, None, layout.query.dtype, inputs.score_mod)
+    config = layer_config(spec, layout.kv, layout.query.dtype, inputs.score_mod)
     (layer,) = plan_layers(layout.metadata, (config,), layout.mask, implementation=implementation)
     if layer.prefill is None or layer.prefill.implementation == "mosaic_gpu":
         return layout, implementation

@@ -56,12 +56,14 @@ class LayerConfig:
         spec: Attention of the layer.
         query_dtype: Dtype of the queries.
         cache: Format of the paged cache; None for keys outside a cache.
+        has_aligned_keys: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache.
         score_function: Score function of the layer and the types of its arrays; None without one.
     """
 
     spec: AttentionSpec
     query_dtype: np.dtype
     cache: CacheFormat | None
+    has_aligned_keys: bool
     score_function: ScoreModType | None = None
 
     def __str__(self) -> str:
@@ -113,7 +115,14 @@ def layer_config(
     """
     dtype = jnp.dtype(_compute_dtype(cache) if query_dtype is None else query_dtype)
     function = None if score_mod is None else score_mod.static_part
-    return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache), score_function=function)
+    is_aligned = cache.is_aligned if isinstance(cache, PackedKV) else cache is not None
+    return LayerConfig(
+        spec=spec,
+        query_dtype=dtype,
+        cache=cache_format(cache),
+        has_aligned_keys=is_aligned,
+        score_function=function,
+    )
 
 
 def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:

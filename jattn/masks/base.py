@@ -119,7 +119,7 @@ class Mask(abc.ABC):
         By default they evaluate the formula `visible` of each pair, or of one pair per block of keys if the
         mask is constant within blocks and tiles do not cut them. Works inside jit.
         """
-        blocks = self.block_shape if self.is_static and tiling.needs_words and not tiling.is_packed else None
+        blocks = self.block_shape if self.is_static and tiling.needs_words and tiling.is_aligned else None
         lies_in_block = blocks is not None and blocks[1] % tiling.keys == 0
         return (BlockFormula if lies_in_block else Formula).of(self, tiling)
 

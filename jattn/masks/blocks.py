@@ -242,11 +242,11 @@ class BlockMask(Mask):
                 first_query=first if first is None or self.block_q is None else first * self.block_q,
                 shares_queries=self.block_q is None,
                 num_q_heads=num_q_heads,
-                is_aligned=not (tiling.is_packed or tiling.has_key_rows),
+                is_aligned=tiling.is_aligned and not tiling.has_key_rows,
                 has_key_rows=tiling.has_key_rows,
             )
         fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
-        is_aligned = fits and not (tiling.is_packed or tiling.has_key_rows)
+        is_aligned = fits and tiling.is_aligned and not tiling.has_key_rows
         return BlockBits(
             words=BlockBits.pack(jnp.swapaxes(blocks, 2, 3) if tiling.has_key_rows else blocks),
             first_q_block=None if self.block_q is None else first,

@@ -22,7 +22,7 @@ class KernelTiling(NamedTuple):
         queries: Number of queries per tile.
         keys: Number of keys per tile.
         max_seq_len: Maximum number of tokens per request.
-        is_packed: Whether KV tiles may begin at any position, as they do if keys are outside a paged cache.
+        is_aligned: Whether KV tiles begin at multiples of their size, as they do in a paged cache.
         is_prefill: Whether the queries are in the prefill region.
         has_key_rows: Whether the rows of a tile are keys, as in varlen_backward, instead of queries.
         needs_words: Whether the kernel takes masks as words only, see `KernelMask.is_words`.
@@ -32,7 +32,7 @@ class KernelTiling(NamedTuple):
     queries: int
     keys: int
     max_seq_len: int
-    is_packed: bool
+    is_aligned: bool
     is_prefill: bool = True
     has_key_rows: bool = False
     needs_words: bool = False

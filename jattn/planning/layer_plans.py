@@ -50,7 +50,9 @@ class LayerPlan:
     def covers(self, layer: LayerConfig) -> bool:
         """Return whether this plan applies to a layer."""
         is_like = layer.spec == self.layer.spec and layer.score_function == self.layer.score_function
-        return layer == self.layer or (self.is_for_any_cache and is_like)
+        # A plan for keys anywhere holds for aligned ones.
+        aligned = dataclasses.replace(self.layer, has_aligned_keys=True)
+        return layer in (self.layer, aligned) or (self.is_for_any_cache and is_like)
 
     @property
     def choices(self) -> tuple[tuple[str, ImplementationChoice], ...]:

@@ -76,6 +76,7 @@ def varlen_backward(
     query_start_loc: Int[Array, " bounds"],
     seq_lens: Int[Array, " reqs"],
     kv_start_loc: Int[Array, " reqs"],
+    is_aligned: bool = False,
     score: Score,
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
@@ -104,6 +105,7 @@ def varlen_backward(
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Number of keys of each request. Its last token is at position `seq_len - 1`.
         kv_start_loc: First key of each request; starts with 0 and ascends.
+        is_aligned: Whether each element of kv_start_loc is a multiple of 8. Static.
         score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
             query, out, lse and grad_out, and query_start_loc, are rows; seq_lens counts keys.
         grad_lse: Gradient of the log-sum-exp; None for 0.
@@ -166,7 +168,7 @@ def varlen_backward(
             head_dim, score, mean_len=tokens // reqs, deterministic=deterministic, gpu=gpu
         )
     check_head_dim(sizes, head_dim)
-    check_dq(sizes, lists, mask, deterministic=deterministic)
+    check_dq(sizes, lists, deterministic=deterministic)
     if schedule is None:
         schedule = make_schedule(
             query_start_loc, seq_lens, kv_start_loc, kv_tokens=kv_tokens, kv_heads=kv_heads,
@@ -231,7 +233,9 @@ def varlen_backward(
     else:
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
         out_rows = token_rows(out, sizes.tile_q) if sizes.dq_computes_delta else None
-        dq_inputs, dq_spec = make_dq_call(inputs, out_rows, spec, schedule, lists, mask)
+        dq_inputs, dq_spec = make_dq_call(
+            inputs, out_rows, spec, schedule, lists, mask, is_aligned=is_aligned
+        )
 
         def run(row_stats: Any) -> Any:
             return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec, tokens)
@@ -288,11 +292,10 @@ def check_prebuilt(
 def check_dq(
     sizes: BackwardSizes,
     lists: BackwardTileLists | None,
-    mask: BackwardMask | None,
     *,
     deterministic: bool,
 ) -> None:
-    """Raise ValueError if sizes.dq_sizes do not match `deterministic`, the lists or the mask."""
+    """Raise ValueError if sizes.dq_sizes do not match `deterministic` or the lists."""
     has_dq_kernel = sizes.dq_sizes is not None
     if deterministic and not has_dq_kernel:
         raise ValueError("deterministic=True requires a dq kernel. Set sizes.dq_sizes.")
@@ -306,10 +309,6 @@ def check_dq(
     if lists.dq_lists is None:
         raise ValueError(
             "sizes.dq_sizes is set, so lists.dq_lists is required. Build it for schedule.dq_schedule."
-        )
-    if mask is not None and mask.dq_mask is None:
-        raise ValueError(
-            "sizes.dq_sizes is set, so mask.dq_mask is required. Pass the mask for the dq kernel."
         )
 
 
@@ -348,6 +347,8 @@ def make_dq_call(
     schedule: BackwardSchedule,
     lists: BackwardTileLists | None,
     mask: BackwardMask | None,
+    *,
+    is_aligned: bool,
 ) -> tuple[DqInputs, PrefillSpec]:
     """Return the arrays and the static description of the dq kernel.
 
@@ -358,6 +359,7 @@ def make_dq_call(
         schedule: Schedule of the call.
         lists: Lists of the call, or None.
         mask: Mask of the call, or None.
+        is_aligned: Whether each request's first key is the first key of a tile.
     """
     dq_sizes, dq_schedule = spec.sizes.dq_sizes, schedule.dq_schedule
     assert dq_sizes is not None
@@ -370,6 +372,7 @@ def make_dq_call(
         group=spec.group,
         head=head_chunks(head_dim),
         cache_tiling=None,
+        is_aligned=is_aligned,
         heads_per_l2_group=heads_per_l2_group(
             q_heads, spec.kv_heads, kv_bytes=kv_bytes, rows=len(dq_schedule.table), sizes=dq_sizes
         ),

@@ -53,7 +53,8 @@ class BackwardMask(NamedTuple):
 
     Attributes:
         dkdv_mask: Mask in the dk/dv kernel, whose tiles are TransposedPairTile.
-        dq_mask: Mask in the dq kernel, whose tiles are PairTile; None without a dq kernel.
+        dq_mask: Mask in the dq kernel, whose tiles are PairTile; None if its lists say all, or without a dq
+            kernel.
     """
 
     dkdv_mask: KernelMask

@@ -40,6 +40,7 @@ class PrefillShape:
         group: Query heads per KV head.
         head: Chunks that a head is loaded in.
         cache_tiling: How a run of keys is loaded from a paged cache; None if keys are packed.
+        is_aligned: Whether each request's first key is the first key of a tile, as it is in a paged cache.
         heads_per_l2_group: Query heads that are processed together, so that their keys and values stay in L2.
             Without tile lists only.
         block_q: Queries per block of queries, if tile lists distinguish the blocks of a query tile.
@@ -50,6 +51,7 @@ class PrefillShape:
     group: int
     head: HeadChunks
     cache_tiling: CacheTiling | None
+    is_aligned: bool
     heads_per_l2_group: int
     block_q: int | None = None
     list_block_size: int | None = None
@@ -98,8 +100,8 @@ class PrefillSpec:
             heads.
         has_splits: Whether a work tile may be one of several KV splits.
         has_window: Whether the first keys of a request may be masked out for a row.
-        has_low_end: Whether a tile may start before the first visible key; tiles of packed keys may start too
-            early.
+        has_low_end: Whether a tile may start before the first visible key, because of a window or because it
+            is not aligned.
         adds_alibi_by_mma: Whether the tensor core adds the ALiBi bias to the scores. A bias that a soft cap
             would cap as well, that is not linear in the column, or that a score function needs in natural
             units, is added afterwards. So is every bias in interpret mode, which runs short of threads if
@@ -187,7 +189,7 @@ class PrefillSpec:
             work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
-            has_low_end=has_window or tiling is None,
+            has_low_end=has_window or not self.shape.is_aligned,
             adds_alibi_by_mma=is_linear
             and not is_interpreted
             and not self.has_score_mod

@@ -63,8 +63,9 @@ class PrefillWorkTile:
             # that they are not negative: without a window low is the constant 0, and high is clamped.
             self.first_key_with_block = column("first_visible_key") if spec.has_window else low
             self.end_key_with_block = jnp.maximum(column("seq_len"), 0)
-        is_packed = spec.shape.cache_tiling is None
-        self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
+        self.alignment_offset = position * 0
+        if not spec.shape.is_aligned:
+            self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN))
         self.first, self.num = overlapping_kv_tiles(low, high, self.alignment_offset, spec.sizes.tile_kv)
         if spec.has_lists:
             self.num = column("num")

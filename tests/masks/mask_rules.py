@@ -14,7 +14,7 @@ MAX_LEN = 41
 
 def tiling(queries: int = 64, keys: int = 128) -> masks.KernelTiling:
     """Return tiles in which kernels evaluate masks."""
-    return masks.KernelTiling((Q_HEADS, KV_HEADS), queries, keys, max_seq_len=MAX_LEN, is_packed=False)
+    return masks.KernelTiling((Q_HEADS, KV_HEADS), queries, keys, max_seq_len=MAX_LEN, is_aligned=True)
 
 
 @dataclasses.dataclass

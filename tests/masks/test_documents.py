@@ -65,7 +65,7 @@ def test_kernel_tile_lists_are_exact_for_descending_document_ids():
     schedule = make_schedule(
         *lens, num_tokens=tokens, score=Score(scale=1.0, causal=False), sizes=sizes, has_lists=True
     )
-    bounds, mask = tile_lists.MaskBounds(tokens, is_packed=True), masks.Document(ids=ids).for_kernels()
+    bounds, mask = tile_lists.MaskBounds(tokens, is_aligned=False), masks.Document(ids=ids).for_kernels()
     codes = np.asarray(tile_lists.packed_codes(mask, spec, schedule, sizes, bounds))[:, 0]
     seen = ids[:, None] == ids[None, :]
     any_visible = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))

@@ -147,8 +147,8 @@ def plan_gradients(inputs: RegionInputs, sizes: kernel.BackwardSizes) -> Gradien
         return GradientPlan(schedule)
     lists, pair_mask = plan_backward_mask(
         mask, spec, lens, schedule,
-        sizes=sizes, num_rows=num_rows, max_seq_len=kv.max_keys_per_row, rows_per_token=rows,
-        packs_blocks=not _is_positional(inputs),
+        sizes=sizes, num_rows=num_rows, max_seq_len=kv.max_keys_per_row, is_aligned=kv.is_aligned,
+        rows_per_token=rows, packs_blocks=not _is_positional(inputs),
     )  # fmt: skip
     return GradientPlan(schedule, lists, pair_mask)
 
@@ -171,8 +171,9 @@ def planned_gradients(
     lse = heads_to_rows(lse.T, rows).T
     dq, dk, dv = kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
-        **_lens(inputs, rows)._asdict(), score=score_of(spec, rows), grad_lse=grad_lse,
-        alibi_slopes=inputs.alibi_slopes, score_mod=None if score_mod is None else score_mod.for_kernels(),
+        **_lens(inputs, rows)._asdict(), is_aligned=kv.is_aligned, score=score_of(spec, rows),
+        grad_lse=grad_lse, alibi_slopes=inputs.alibi_slopes,
+        score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=plan.schedule, lists=plan.lists, mask=plan.mask, deterministic=spec.deterministic,
         sizes=sizes, interpret=interpret,
     )  # fmt: skip

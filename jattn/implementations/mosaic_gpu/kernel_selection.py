@@ -119,7 +119,8 @@ def _choose_prefill(
         # One packed request may have all tokens.
         max_seq_len = region.bucket.max_tokens if is_packed else region.max_blocks * region.block_size
         rows = _rows_per_token(layer, region, mask, gpu)
-        list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed, rows_per_token=rows)
+        is_aligned = layer.has_aligned_keys
+        list_bounds = tile_lists.MaskBounds(max_seq_len, is_aligned=is_aligned, rows_per_token=rows)
         columns_sizes, packed = None, None
         # A score function needs the positions of a tile's keys, which must be consecutive.
         if layer.score_function is None:
@@ -140,6 +141,7 @@ def _choose_prefill(
             list_block_size=list_block_size,
             rows_per_token=rows,
             is_packed=is_packed,
+            is_aligned=is_aligned,
             uses_cache_read=is_quantized,
             columns_sizes=columns_sizes,
         )
@@ -159,6 +161,7 @@ def _choose_prefill(
     return PrefillKernelConfig(
         sizes=sizes,
         is_packed=is_packed,
+        is_aligned=layer.has_aligned_keys,
         uses_cache_read=is_quantized and not dequantizes,
         dequantizes=dequantizes,
     )

@@ -97,6 +97,7 @@ def _call_kernel(
         metadata.seq_lens,
         score=score_of(inputs.spec, rows),
         kv_start_loc=kv_start_loc,
+        is_aligned=kernel.is_aligned,
         block_table=block_table,
         layout=layout,
         k_scale=k_scale,

@@ -55,19 +55,20 @@ class MaskBounds(NamedTuple):
 
     Attributes:
         max_seq_len: Maximum number of tokens per request; 0 if unknown.
-        is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
+        is_aligned: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache. Then
+            KV tiles begin at multiples of their size.
         is_prefill: Whether the queries are in the prefill region.
         rows_per_token: Number of consecutive query rows of a token, see query_rows.py.
     """
 
     max_seq_len: int
-    is_packed: bool = False
+    is_aligned: bool = True
     is_prefill: bool = True
     rows_per_token: int = 1
 
     def max_kv_tiles(self, tile_kv: int) -> int:
         """Return the maximum number of tiles, or blocks, of `tile_kv` keys per request."""
-        return -(-(self.max_seq_len + (ALIGN - 1) * self.is_packed) // tile_kv)
+        return -(-(self.max_seq_len + (ALIGN - 1) * (not self.is_aligned)) // tile_kv)
 
 
 @pytree
@@ -115,7 +116,8 @@ def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds, keys: int
         if (
             block_kv
             and block_kv % keys == 0
-            and not (factor.is_static or bounds.is_packed)
+            and not factor.is_static
+            and bounds.is_aligned
             and (block_q is None or queries in (None, block_q))
             and (queries is None or num_query_blocks(tile_tokens, queries) <= MAX_QUERY_BLOCKS)
         ):
@@ -153,14 +155,14 @@ def kernel_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: M
     """Return the tiles in which a warpgroup of varlen_prefill, or of the dq kernel, evaluates a mask."""
     num_heads = spec.num_q_heads // bounds.rows_per_token, spec.num_kv_heads
     return KernelTiling(
-        num_heads, sizes.warpgroup_rows, keys, bounds.max_seq_len, bounds.is_packed, bounds.is_prefill
+        num_heads, sizes.warpgroup_rows, keys, bounds.max_seq_len, bounds.is_aligned, bounds.is_prefill
     )
 
 
 def block_tiling(spec: AttentionSpec, sizes: PrefillSizes, keys: int, bounds: MaskBounds) -> KernelTiling:
     """Return the tiles in which varlen_prefill evaluates a mask over lists of blocks of `keys` keys."""
     tiling = kernel_tiling(spec, sizes, max(keys, WORD_BITS), bounds)
-    return tiling._replace(is_packed=bounds.is_packed or keys < WORD_BITS, needs_words=True)
+    return tiling._replace(is_aligned=bounds.is_aligned and keys >= WORD_BITS, needs_words=True)
 
 
 def packed_sizes(
@@ -185,7 +187,7 @@ def packed_sizes(
     # Tiles may be larger than blocks. Where the first visible key may be in any tile, tiles of eight blocks
     # spill 160 to 280 bytes, so tiles of 64 keys hold four.
     score = score_of(spec)
-    has_low_end = bounds.is_packed or score.window[0] is not None or score.chunk_size is not None
+    has_low_end = not bounds.is_aligned or score.window[0] is not None or score.chunk_size is not None
     if not has_low_end or min(blocks.keys, default=0) > min(LIST_BLOCK_SIZES):
         blocks = blocks._replace(keys=())
     sizes = prefill.default_sizes(spec.head_dim, has_lists=True, blocks=blocks, gpu=gpu)
@@ -266,7 +268,7 @@ def backward_tiling(
     """
     num_heads = spec.num_q_heads // bounds.rows_per_token, spec.num_kv_heads
     queries = sizes.tile_q if list_block_size is None else max(list_block_size, WORD_BITS)
-    tiling = KernelTiling(num_heads, queries, prefill.WARPGROUP_ROWS, bounds.max_seq_len, is_packed=True)
+    tiling = KernelTiling(num_heads, queries, prefill.WARPGROUP_ROWS, bounds.max_seq_len, is_aligned=False)
     return tiling._replace(has_key_rows=True, needs_words=list_block_size is not None)
 
 
@@ -381,7 +383,7 @@ class PackedLens(NamedTuple):
 
 def why_not_backward_lists(mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes) -> str | None:
     """Return why varlen_backward does not support a mask; None if it does."""
-    bounds = MaskBounds(0, is_packed=True)
+    bounds = MaskBounds(0, is_aligned=False)
     reason, dq_sizes = mask.why_no_kernel(backward_tiling(spec, sizes, bounds)), sizes.dq_sizes
     if reason is not None or dq_sizes is None:
         return reason
@@ -428,6 +430,7 @@ def plan_backward_mask(
     sizes: backward.BackwardSizes,
     num_rows: int,
     max_seq_len: int,
+    is_aligned: bool = False,
     rows_per_token: int = 1,
     packs_blocks: bool = True,
 ) -> tuple[backward.BackwardTileLists, backward.BackwardMask]:
@@ -443,10 +446,12 @@ def plan_backward_mask(
         sizes: Sizes of the kernel (static).
         num_rows: Number of rows of queries including padding (static).
         max_seq_len: Maximum number of tokens per request (static).
+        is_aligned: Whether the keys of each request start at a multiple of 8 keys (static).
         rows_per_token: Number of consecutive query rows of a token (static), see query_rows.py.
         packs_blocks: Whether tiles may hold several blocks of the mask (static).
     """
-    mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True, rows_per_token=rows_per_token)
+    mask = mask.for_kernels()
+    bounds = MaskBounds(max_seq_len, is_aligned=is_aligned, rows_per_token=rows_per_token)
     row_mask = mask_of_rows(mask, rows_per_token)
     # Query tiles as large as the dk/dv kernel's, which do not depend on the score but on its rows per token.
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
@@ -532,7 +537,7 @@ class _QueryTilePositions:
         self.first = floor_div(column["position"] + column["begin"], rows)
         self.last = floor_div(column["position"] + column["end"] - 1, rows)
         self._rows, self._seq_lens = column["req"], column["seq_len"]
-        self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
+        self._alignment_offset = None if bounds.is_aligned else column["kv_start"] % ALIGN
         self._max_kv_tiles = bounds.max_kv_tiles(keys)
         self._spec, self._is_prefill = spec, bounds.is_prefill
         self._size = (queries or sizes.tile_tokens) // rows, keys

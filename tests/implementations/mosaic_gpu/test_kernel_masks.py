@@ -61,9 +61,9 @@ def visible_in_kernel(
     """Return the kernel's visibility of 64 rows and some columns of a request, and their positions."""
     is_key_major = tile_of.has_key_rows
     (num_queries, num_keys) = (num_columns, 64) if is_key_major else (64, num_columns)
-    is_packed = is_key_major or first_key % num_columns != 0
+    is_aligned = not is_key_major and first_key % num_columns == 0
     sizes = masks.KernelTiling(
-        HEADS, num_queries, num_keys, seq_len, is_packed=is_packed, has_key_rows=is_key_major
+        HEADS, num_queries, num_keys, seq_len, is_aligned=is_aligned, has_key_rows=is_key_major
     )
     in_kernel_mask = kernel_mask(mask, sizes)
     columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
@@ -249,7 +249,7 @@ def test_block_masks_that_fit_the_tiles_are_separated_from_other_factors():
     assert parts.pairs == strided & fine & coarse & masks.Sinks(9)
     assert parts.blocks == block
     assert parts.block_q == 64
-    assert split_factors(block, sizes, MaskBounds(256, is_packed=True), 64).pairs == block
+    assert split_factors(block, sizes, MaskBounds(256, is_aligned=False), 64).pairs == block
     assert split_factors(block, PrefillSizes(tile_kv=128), MaskBounds(256), 128).pairs == block
     assert split_factors(fine, PrefillSizes(tile_kv=128), MaskBounds(256), 32).blocks == fine
 

@@ -42,12 +42,12 @@ CASES = {
 }
 
 
-def problem_of(name, *, head_dim=128, query_lens=LENS, **changes):
+def problem_of(name, *, head_dim=128, query_lens=LENS, is_aligned=False, **changes):
     heads, mask, _ = CASES[name]
     score = Score(scale=head_dim**-0.5, **changes)
     setting = Setting(
         query_lens=query_lens, seq_lens=LENS, score=score, heads=heads, head_dim=head_dim, mask=mask,
-        has_grad_lse=True,
+        has_grad_lse=True, is_aligned=is_aligned,
     )  # fmt: skip
     return BackwardProblem(setting)
 
@@ -75,8 +75,9 @@ def grads_of(problem, interpret=None):
     setting, arrays = problem.setting, problem.arguments
     metadata = jattn.build_batch_metadata(setting.query_lens, setting.seq_lens, None)
     kv = jattn.PackedKV(
-        k=arrays["key"], v=arrays["value"], kv_start_loc=arrays["kv_start_loc"], is_in_order=True
-    )
+        k=arrays["key"], v=arrays["value"], kv_start_loc=arrays["kv_start_loc"],
+        is_in_order=True, is_aligned=setting.is_aligned,
+    )  # fmt: skip
     outputs = OutputGradients(arrays["out"], arrays["lse"], arrays["grad_out"], arrays["grad_lse"])
 
     @jax.jit
@@ -142,14 +143,15 @@ class TestInterpreted:
         ("name", "changes"),
         [
             ("16_heads", {}),
-            pytest.param("8_heads", {"window": (40, None)}, marks=SLOW),
+            ("16_heads", {"is_aligned": True}),
+            pytest.param("8_heads", {"window": (40, None), "is_aligned": True}, marks=SLOW),
             ("4_heads", {"query_lens": (20, 3, 150)}),
             pytest.param("4_heads", {"causal": False, "head_dim": 64}, marks=SLOW),
             pytest.param("2_heads", {"chunk_size": 48}, marks=SLOW),
             pytest.param("64_heads", {}, marks=SLOW),
             pytest.param("blocks_of_32", {}, marks=SLOW),
             pytest.param("blocks_of_4", {"head_dim": 256}, marks=SLOW),
-            pytest.param("two_masks", {}, marks=SLOW),
+            pytest.param("two_masks", {"is_aligned": True}, marks=SLOW),
         ],
     )
     def test_gradients_equal_float64(self, name, changes):
@@ -165,7 +167,9 @@ class TestInterpreted:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("changes", [{}, {"window": (40, None), "head_dim": 64}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_aligned": True}, {"window": (40, None), "head_dim": 64, "is_aligned": True}]
+)
 def test_gradients_on_a_gpu_equal_float64(name, changes):
     problem = problem_of(name, **changes)
     problem.check(grads_of(problem))

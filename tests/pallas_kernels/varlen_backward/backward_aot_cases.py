@@ -44,7 +44,7 @@ def case(head_dim, dtype, *, tokens=8192, has_alibi=False, sizes=None, **score):
     return lambda arrays: run(**arrays), (arrays,)
 
 
-def listed_case(head_dim, mask, *, deterministic=False, sizes=None):
+def listed_case(head_dim, mask, *, deterministic=False, sizes=None, is_aligned=False):
     """Return a kernel over tile lists, as attention under a mask of jattn uses them."""
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
@@ -56,9 +56,9 @@ def listed_case(head_dim, mask, *, deterministic=False, sizes=None):
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
         schedule = make_schedule(*lens, **static, num_tokens=8192, has_lists=True, **layer_options)
-        bounds = {"num_rows": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
-        lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, **bounds)
-        listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
+        bounds = {"num_rows": 8192, "max_seq_len": 8192, "is_aligned": is_aligned}
+        lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
+        listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule, "is_aligned": is_aligned}
         return varlen_backward(**arrays, **layer_options, **listed)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers
@@ -100,6 +100,7 @@ def aot_cases():
 
 
 SMALL_BLOCKS = [(128, 64), (128, 32), (64, 64), (64, 32), (80, 64), (112, 16)]
+ALIGNED = [(128, 64), (64, 32), (112, 16)]  # of SMALL_BLOCKS, those over aligned keys
 
 
 def small_blocks(head_dim, size):
@@ -109,7 +110,7 @@ def small_blocks(head_dim, size):
     mask = masks.BlockMask(blocks=blocks, block_q=size, block_kv=size)
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     sizes = backward_sizes(mask, spec, mean_len=0, gpu=kernel_architecture())
-    return listed_case(head_dim, mask, sizes=sizes)
+    return listed_case(head_dim, mask, sizes=sizes, is_aligned=(head_dim, size) in ALIGNED)
 
 
 def heads_as_rows(rows):
@@ -125,7 +126,9 @@ def heads_as_rows(rows):
     metadata = jattn.build_batch_metadata([8192], [8192], None)
 
     def run(query, key, value, mask, outputs):
-        kv = jattn.PackedKV(k=key, v=value, kv_start_loc=jnp.zeros(1, jnp.int32), is_in_order=True)
+        kv = jattn.PackedKV(
+            k=key, v=value, kv_start_loc=jnp.zeros(1, jnp.int32), is_in_order=True, is_aligned=True
+        )
         inputs = RegionInputs(query=query, kv=kv, metadata=metadata, mask=mask, spec=spec)
         return mosaic_gpu.gradients(inputs, outputs)
 

@@ -31,6 +31,7 @@ class Setting:
         seq_lens: Number of keys of each request.
         heads: Numbers of query heads and KV heads.
         gap: Number of NaN rows after the keys of each request, and after all queries.
+        is_aligned: Whether more NaN rows follow, so that each request's keys start at a multiple of 8.
         has_sinks: Whether heads have sinks, which are part of the LSE.
         mask: Mask that is applied in addition to the score.
     """
@@ -42,6 +43,7 @@ class Setting:
     head_dim: int = 64
     dtype: str = "bfloat16"
     gap: int = 5
+    is_aligned: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
     has_grad_lse: bool = False
@@ -56,8 +58,10 @@ class BackwardProblem:
         self.setting, self.rng = setting, np.random.default_rng(setting.seed)
         (q_heads, kv_heads), gap, dim = setting.heads, setting.gap, setting.head_dim
         self.starts = np.concatenate([[0], np.cumsum(setting.query_lens)])
-        kv_ends = np.cumsum(np.asarray(setting.seq_lens) + gap)
-        self.kv_starts = kv_ends - gap - np.asarray(setting.seq_lens)
+        room = np.asarray(setting.seq_lens) + gap
+        room += -room % 8 if setting.is_aligned else 0
+        kv_ends = np.cumsum(room)
+        self.kv_starts = kv_ends - room
         tokens, keys = int(self.starts[-1]) + gap, int(kv_ends[-1])
         poison = lambda rows, heads: np.full((rows, heads, dim), np.nan, jnp.dtype(setting.dtype))
         self.arrays = {name: poison(tokens, q_heads) for name in ("query", "out", "grad_out")}

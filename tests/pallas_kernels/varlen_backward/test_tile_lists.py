@@ -85,11 +85,12 @@ TEAM_CASES = [
 ]
 
 
-def problem_of(name, *, head_dim=64, lens=LENS, **changes):
+def problem_of(name, *, head_dim=64, lens=LENS, is_aligned=False, **changes):
     score = Score(scale=head_dim**-0.5, **changes)
     setting = Setting(
         query_lens=lens, seq_lens=lens, score=score, heads=(2, 1), head_dim=head_dim,
         mask=(MASKS | TEAM_MASKS)[name], gap=0,
+        is_aligned=is_aligned,
     )  # fmt: skip
     return BackwardProblem(setting)
 
@@ -114,10 +115,11 @@ def jitted(problem, *, sizes=None, interpret=None):
         schedule = make_schedule(
             *lens, kv_tokens=kv_tokens, num_tokens=tokens, has_lists=True, **layer_options
         )
-        bounds = {"num_rows": tokens, "max_seq_len": max(setting.seq_lens)}
+        bounds = {"num_rows": tokens, "max_seq_len": max(setting.seq_lens), "is_aligned": setting.is_aligned}
         lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         options = {"lists": lists, "mask": pair_mask}
         call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
+        call_options["is_aligned"] = setting.is_aligned
         return varlen_backward(**arguments, schedule=schedule, **options, **call_options)
 
     return functools.partial(run, setting.mask, problem.arguments)
@@ -136,7 +138,7 @@ def sizes_for(problem):
 
 def listed_queries(mask, spec, sizes, tokens):
     """Return the queries per listed block of one request."""
-    bounds = MaskBounds(tokens, is_packed=True)
+    bounds = MaskBounds(tokens, is_aligned=False)
     counts = {"num_query_tiles": tokens // 64, "num_key_tiles": tokens // 64}
     return packed_query_block_size(mask, spec, sizes, bounds, **counts)
 
@@ -180,8 +182,16 @@ class TestContract:
     def test_query_kernel_over_packed_blocks_equals_float64(self, keys):
         problem, sizes = problem_of(f"blocks_of_{keys}", head_dim=128, lens=(3, 270)), two_kernels(128)
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
-        bounds = MaskBounds(270, is_packed=True)
+        bounds = MaskBounds(270, is_aligned=False)
         assert packed_block_size(problem.setting.mask, spec, sizes.dq_sizes, bounds) == keys
+        problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
+
+    @pytest.mark.parametrize(
+        "name", ["blocks_of_32", pytest.param("blocks_of_16", marks=pytest.mark.slow), "blocks_of_64"]
+    )
+    def test_query_kernel_over_aligned_keys_equals_float64(self, name):
+        """Entries say which blocks of queries attend to them, unless a listed block holds several."""
+        problem, sizes = problem_of(name, head_dim=128, lens=(3, 270), is_aligned=True), two_kernels(128)
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize(("name", "head_dim"), TEAM_CASES)
@@ -492,9 +502,10 @@ class TestOnGpu:
         for first_array, second_array in zip(first, run(), strict=True):
             np.testing.assert_array_equal(first_array, second_array)
 
+    @pytest.mark.parametrize("is_aligned", [False, True])
     @pytest.mark.parametrize(("name", "head_dim"), TEAM_CASES)
-    def test_teams_of_one_warpgroup_equal_float64(self, name, head_dim):
-        problem = problem_of(name, head_dim=head_dim)
+    def test_teams_of_one_warpgroup_equal_float64(self, name, head_dim, is_aligned):
+        problem = problem_of(name, head_dim=head_dim, is_aligned=is_aligned)
         run = jitted(problem, sizes=sizes_for(problem))
         first = run()
         problem.check(first)

@@ -97,15 +97,18 @@ SPECS = {
 
 
 def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, **changes):
+    """Return a case over a paged cache, or over packed keys if block_size is "packed" or "aligned"."""
     kv_heads = 2 if mask_name in TOKEN_MASKS else 8
     spec = AttentionSpec(num_q_heads=32, num_kv_heads=kv_heads, head_dim=head_dim, **changes)
-    max_blocks = 16384 // block_size if block_size else 0
+    is_packed = isinstance(block_size, str)
+    max_blocks = 0 if is_packed else 16384 // block_size
     bucket = Bucket(max_prefills=2, max_prefill_tokens=8192, max_blocks=max_blocks)
-    metadata = abstract_metadata(bucket, block_size or 16)
+    metadata = abstract_metadata(bucket, 16 if is_packed else block_size)
     per_head = jax.ShapeDtypeStruct((32,), jnp.float32)
-    if block_size is None:
+    if is_packed:
         key = jax.ShapeDtypeStruct((8192, kv_heads, head_dim), jnp.bfloat16)
-        make = lambda k, starts: PackedKV(k=k, v=k, kv_start_loc=starts, is_in_order=True)
+        is_aligned = block_size == "aligned"
+        make = lambda k, starts: PackedKV(k=k, v=k, kv_start_loc=starts, is_aligned=is_aligned)
         kv = jax.eval_shape(make, key, metadata.seq_lens)
     else:
         sizes = {
@@ -140,10 +143,13 @@ def aot_cases():
     every += [(mask, "window_sinks", 64, 64) for mask in SHARED_MASKS]
     every += [(mask, "cap_alibi", 16, 128) for mask in ("shared_64", "shared_16")]
     every += [(mask, "plain", 16, 128) for mask in TOKEN_MASKS]
-    every += [("tokens_64", "window_sinks", None, dim) for dim in (64, 128)]
-    every += [(mask, "plain", None, 128) for mask in ("blocks_128", "blocks_64", "blocks_32", "shared_64")]
-    every += [("tokens_32", "plain", None, 128), ("blocks_64", "cap_alibi", None, 128)]
+    every += [("tokens_64", "window_sinks", "packed", dim) for dim in (64, 128)]
+    every += [
+        (mask, "plain", "packed", 128) for mask in ("blocks_128", "blocks_64", "blocks_32", "shared_64")
+    ]
+    every += [(mask, "plain", "aligned", 128) for mask in ("tokens_64", "blocks_64", "blocks_128_16")]
+    every += [("tokens_32", "plain", "packed", 128), ("blocks_64", "cap_alibi", "packed", 128)]
     return {
-        f"{mask}-{spec}-{block_size or 'packed'}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
+        f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every
     }

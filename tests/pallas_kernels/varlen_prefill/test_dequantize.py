@@ -151,7 +151,9 @@ class TestChoice:
 
     def kernel(self, spec=LAYER, *, max_kv=65536, tokens=512, dtypes=FP8, scales=("static", "static")):
         cache = CacheFormat("NHD", tuple(map(jnp.dtype, dtypes)), scales)
-        layer = LayerConfig(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
+        layer = LayerConfig(
+            spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache, has_aligned_keys=True
+        )
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
         return choose_kernel(layer, RegionSizes("prefill", bucket, max_kv // 16, 16), None)
 

@@ -26,6 +26,7 @@ from pallas_kernels.varlen_prefill import (
 )
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PACKED_LIST_COLUMNS
 from tests import assertions, contract
+from tests.attention_problems import PACKED_KV
 from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
@@ -135,11 +136,11 @@ CHOICES = {
     "sinks": [False, True],
     "head_dim": [64, 128],
     "dtype": ["bfloat16", "float16"],
-    "kv": ["NHD", "HND", "no_cache"],
+    "kv": ["NHD", "HND", *PACKED_KV],
     "block_size": [16, 64],
 }
 CASES = covering_array(
-    CHOICES, lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar"
+    CHOICES, lambda case: case.get("kv") not in PACKED_KV or case.get("stored") != "fp8_scalar"
 )
 SHARED_CASES = covering_array(
     CHOICES
@@ -149,7 +150,7 @@ SHARED_CASES = covering_array(
         "window": [None, None, (200, None)],
         "head_dim": [64, 128, 256],
     },
-    lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar",
+    lambda case: case.get("kv") not in PACKED_KV or case.get("stored") != "fp8_scalar",
 )
 MORE_CASES = [
     {"mask": "slashes_32", "region": "behind", "head_dim": 128, "kv": "HND", "window": (200, None)},

@@ -14,6 +14,7 @@ from jattn.implementations.mosaic_gpu import prefill
 from pallas_kernels import architectures
 from pallas_kernels.varlen_prefill import varlen_prefill
 from tests import contract
+from tests.attention_problems import PACKED_KV
 from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
@@ -46,11 +47,11 @@ CHOICES = {
     "sinks": [False, True],
     "head_dim": [64, 128, 256],
     "dtype": ["bfloat16", "float16"],
-    "kv": ["NHD", "HND", "no_cache"],
+    "kv": ["NHD", "HND", *PACKED_KV],
     "block_size": [16, 64],
 }
 CASES = covering_array(
-    CHOICES, lambda case: case.get("kv") != "no_cache" or case.get("stored") != "fp8_scalar"
+    CHOICES, lambda case: case.get("kv") not in PACKED_KV or case.get("stored") != "fp8_scalar"
 )
 
 
@@ -86,6 +87,7 @@ def solved(case, interpret=None, *, is_sparse=False):
     "case",
     [
         {"blocks": (1, 64), "kv": "no_cache", "sinks": True},
+        {"blocks": (1, 32), "kv": "aligned"},
         {"blocks": (1, 32), "kv": "HND", "region": "behind", "window": (200, None)},
         {"blocks": (4, 128), "heads": (32, 1), "region": "behind", "first": True},
     ],

@@ -19,7 +19,9 @@ INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 def spec_of(
     *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
 ):
-    shape = PrefillShape(q_heads=2, group=1, head=head_chunks(64), cache_tiling=None, heads_per_l2_group=2)
+    shape = PrefillShape(
+        q_heads=2, group=1, head=head_chunks(64), cache_tiling=None, is_aligned=False, heads_per_l2_group=2
+    )
     fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
     call = {"has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
@@ -133,6 +135,7 @@ def test_register_requests_fit_the_register_file(table, heads_per_l2_group):
             group=1,
             head=head_chunks(width),
             cache_tiling=None,
+            is_aligned=False,
             heads_per_l2_group=heads_per_l2_group,
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)

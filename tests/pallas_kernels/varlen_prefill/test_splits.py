@@ -234,7 +234,9 @@ class TestChoice:
     def kernel(self, spec=LAYER, *, max_kv=65536, tokens=256, stored="bfloat16"):
         scales = ("static" if stored == "int8" else None,) * 2
         cache = CacheFormat("NHD", (jnp.dtype(stored),) * 2, scales) if stored else None
-        layer = LayerConfig(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
+        layer = LayerConfig(
+            spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache, has_aligned_keys=True
+        )
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
         kernel = choose_kernel(layer, RegionSizes("prefill", bucket, max_kv // 16, 16), None)
         assert isinstance(kernel, PrefillKernelConfig), kernel

@@ -43,6 +43,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     make_schedule,
 )
 from tests import aot, assertions, contract
+from tests.attention_problems import PACKED_KV
 from tests.contract import FACTORS, case_id
 from tests.covering_array import covering_array, select_each_value
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
@@ -153,7 +154,7 @@ CHOICES = {
     "alibi": [None, "linear"],
     "sinks": [False, True],
     "head_dim": [64, 128],
-    "kv": ["NHD", "HND", "no_cache"],
+    "kv": ["NHD", "HND", *PACKED_KV],
     "block_size": [16, 64],
 }
 CASES = covering_array(CHOICES)
