@@ -176,6 +176,8 @@ def check_attend(
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
+        if cache.is_aligned:
+            cache.check_is_aligned(metadata.row_starts, metadata.query_lens, metadata.seq_lens)
     else:
         require_not_deleted(cache)
         block_size, rule = metadata.block_size, f"equal the cache's block_size ({cache.block_size})"

@@ -134,39 +134,33 @@ class TestDispatch:
             jattn.attend(jnp.zeros((2, 4, 16)), kv, metadata, self.problem().spec)
 
     @pytest.mark.parametrize(
-        ("num_keys", "starts", "fields", "message"),
+        ("num_keys", "starts", "is_in_order", "message"),
         [
             (
                 9,
                 [0, 5],
-                {},
+                False,
                 r"cache.kv_start_loc\[1\]=5 with .*=7 selects keys \[5, 12\), but cache.k has 9",
             ),
             (
                 12,
                 [-1, 5],
-                {},
+                False,
                 r"cache.kv_start_loc\[0\]=-1 with .*=5 selects keys \[-1, 4\), but cache.k has 12",
             ),
-            (12, [7, 0], {"is_in_order": True}, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
+            (12, [7, 0], True, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
             (
                 12,
                 [0, 4],
-                {"is_in_order": True},
+                True,
                 r"cache.kv_start_loc\[1\] must be at least 5, where row 0 ends, with is_in_order, got 4",
-            ),
-            (
-                12,
-                [0, 5],
-                {"is_aligned": True},
-                r"cache.kv_start_loc\[1\] must be a multiple of 8 with is_aligned, got 5",
             ),
         ],
     )
-    def test_packed_rows_must_start_where_their_keys_do(self, num_keys, starts, fields, message):
+    def test_packed_rows_must_start_where_their_keys_do(self, num_keys, starts, is_in_order, message):
         metadata = jattn.build_batch_metadata([5, 7], [5, 7], None)
         keys = jnp.ones((num_keys, 2, 16))
-        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), **fields)
+        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), is_in_order=is_in_order)
         attend = lambda kv: jattn.attend(jnp.ones((12, 4, 16)), kv, metadata, self.problem().spec)
         with pytest.raises(ValueError, match=message):
             attend(kv)
@@ -176,6 +170,35 @@ class TestDispatch:
         for right, is_in_order in (([0, 5], True), ([7, 0], False), ([0, 0], False)):
             kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(right), is_in_order=is_in_order)
             np.testing.assert_allclose(attend(kv), 1.0, rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("lens", "starts", "message"),
+        [
+            (([8, 3], [8, 3]), [0, 9], r"cache.kv_start_loc\[1\] must be a multiple of 8 .*, got 9"),
+            (
+                ([5, 3], [5, 3]),
+                [0, 8],
+                r"first query of row 1 must be a multiple of 8 with is_aligned, got 5",
+            ),
+            (([8, 3], [9, 3]), [0, 16], r"number of queries of row 0 must equal .* keys \(9\) .*, got 8"),
+        ],
+    )
+    def test_aligned_rows_start_at_multiples_of_8(self, lens, starts, message):
+        metadata = jattn.build_batch_metadata(*lens, None)
+        keys = jnp.ones((24, 2, 16))
+        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), is_aligned=True)
+        with pytest.raises(ValueError, match=message):
+            jattn.attend(jnp.ones((metadata.bucket.max_tokens, 4, 16)), kv, metadata, self.problem().spec)
+        with pytest.raises(ValueError, match=message):
+            jattn.check_batch(metadata, kv)
+
+    def test_a_plan_for_any_keys_serves_aligned_ones(self):
+        metadata = jattn.build_batch_metadata([8, 3], [8, 3], None)
+        query, keys, spec = jnp.ones((11, 4, 16)), jnp.ones((11, 2, 16)), self.problem().spec
+        kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray([0, 8]), is_aligned=True)
+        plan = jattn.plan(metadata, spec, jattn.pytree.replace(kv, is_aligned=False))
+        np.testing.assert_allclose(jattn.attend(query, kv, metadata, spec, plan), 1.0, rtol=1e-6)
+        jattn.check_batch(metadata, kv)
 
     def test_packed_rows_must_not_exceed_their_keys(self, types_unchecked):
         metadata = jattn.build_batch_metadata([2, 3], [2, 3], None)

@@ -252,3 +252,4 @@ def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:
         "kv_start_loc", kv.kv_start_loc.shape, rows.seq_lens.shape, "one entry per row of the metadata"
     )
     kv.check_rows(rows.seq_lens)
+    kv.check_is_aligned(rows.starts, rows.query_lens, rows.seq_lens)

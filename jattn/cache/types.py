@@ -232,9 +232,9 @@ class PackedKV:
         is_in_order: Whether kv_start_loc begins with 0 and ascends, also for padding rows, and no two rows
             share a key (static). Required by the kernels that compute gradients. `attend` checks it, but not
             inside jit.
-        is_aligned: Whether each element of kv_start_loc is a multiple of 8 (static), as in a batch of
-            sequences whose length is. Masks of blocks then cost the kernels less. `attend` checks it, but not
-            inside jit.
+        is_aligned: Whether the queries and the keys of each row start at multiples of 8, and each row has as
+            many queries as keys, as in a batch of sequences of equal length (static). Masks of blocks then
+            cost the kernels less. `attend` checks it, but not inside jit.
         max_seq_len: Maximum number of keys per row (static); None allows all keys in one row. With a mask the
             kernels build tile lists of this length for each row.
     """
@@ -301,15 +301,33 @@ class PackedKV:
                 f"[{firsts[r]}, {firsts[r] + lens[r]}), but cache.k has {num_keys} keys. Correct "
                 "kv_start_loc or seq_lens."
             )
-        if self.is_aligned:
-            for r in np.flatnonzero(is_read & (firsts % ALIGN != 0))[:1]:
-                rule = f"be a multiple of {ALIGN} with is_aligned"
-                require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
         if self.is_in_order and len(firsts):
             require(int(firsts[0]) == 0, "cache.kv_start_loc[0]", "be 0 with is_in_order", firsts[0])
             for r in np.flatnonzero(firsts[1:] < (firsts + lens)[:-1])[:1] + 1:
                 rule = f"be at least {firsts[r - 1] + lens[r - 1]}, where row {r - 1} ends, with is_in_order"
                 require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
+
+    def check_is_aligned(self, row_starts: Any, query_lens: Any, seq_lens: Any) -> None:
+        """Check that rows are aligned if `is_aligned` says so; not if traced.
+
+        Args:
+            row_starts: Index of the first query of each row.
+            query_lens: Number of queries per row.
+            seq_lens: Number of keys per row.
+
+        Raises:
+            ValueError: If a row with queries is not aligned.
+        """
+        arrays = self.kv_start_loc, row_starts, query_lens, seq_lens
+        if not self.is_aligned or not is_concrete(*arrays):
+            return
+        kv_starts, starts, counts, lens = map(np.asarray, arrays)
+        for r in np.flatnonzero(counts):
+            rule = f"be a multiple of {ALIGN} with is_aligned"
+            require(bool(kv_starts[r] % ALIGN == 0), f"cache.kv_start_loc[{r}]", rule, kv_starts[r])
+            require(bool(starts[r] % ALIGN == 0), f"the first query of row {r}", rule, starts[r])
+            rule = f"equal its number of keys ({lens[r]}) with is_aligned"
+            require(bool(counts[r] == lens[r]), f"the number of queries of row {r}", rule, counts[r])
 
 
 def require_not_deleted(cache: PagedCache) -> None:

@@ -56,7 +56,8 @@ class LayerConfig:
         spec: Attention of the layer.
         query_dtype: Dtype of the queries.
         cache: Format of the paged cache; None for keys outside a cache.
-        has_aligned_keys: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache.
+        has_aligned_keys: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache
+            and in a PackedKV with `is_aligned`.
         score_function: Score function of the layer and the types of its arrays; None without one.
     """
 

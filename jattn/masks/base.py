@@ -119,7 +119,8 @@ class Mask(abc.ABC):
         By default they evaluate the formula `visible` of each pair, or of one pair per block of keys if the
         mask is constant within blocks and tiles do not cut them. Works inside jit.
         """
-        blocks = self.block_shape if self.is_static and tiling.needs_words and tiling.is_aligned else None
+        has_aligned_keys = tiling.is_aligned and not tiling.has_key_rows
+        blocks = self.block_shape if self.is_static and tiling.needs_words and has_aligned_keys else None
         lies_in_block = blocks is not None and blocks[1] % tiling.keys == 0
         return (BlockFormula if lies_in_block else Formula).of(self, tiling)
 

@@ -235,6 +235,8 @@ class BlockMask(Mask):
         tiles_and_blocks = (tiling.queries, self.block_q), (tiling.keys, self.block_kv)
         rows, columns = tiles_and_blocks[::-1] if tiling.has_key_rows else tiles_and_blocks
         num_columns, column_block = columns
+        # Columns of queries are numbered from the array's first block.
+        is_aligned = tiling.is_aligned and not (tiling.has_key_rows and first is not None)
         if column_block and max_blocks_per_tile(num_columns, column_block) > MAX_COLUMN_BLOCKS:
             pairs = jnp.repeat(jnp.repeat(blocks, self.block_q or 1, axis=2), self.block_kv, axis=3)
             return PairBits.make(
@@ -242,18 +244,17 @@ class BlockMask(Mask):
                 first_query=first if first is None or self.block_q is None else first * self.block_q,
                 shares_queries=self.block_q is None,
                 num_q_heads=num_q_heads,
-                is_aligned=tiling.is_aligned and not tiling.has_key_rows,
+                is_aligned=is_aligned,
                 has_key_rows=tiling.has_key_rows,
             )
-        fits = tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
-        is_aligned = fits and tiling.is_aligned and not tiling.has_key_rows
+        fits = column_block is None or num_columns % column_block == 0 or column_block % num_columns == 0
         return BlockBits(
             words=BlockBits.pack(jnp.swapaxes(blocks, 2, 3) if tiling.has_key_rows else blocks),
             first_q_block=None if self.block_q is None else first,
             row_block=rows[1],
             column_block=column_block or ALL_COLUMNS,
             group=num_q_heads // blocks.shape[1],
-            is_aligned=is_aligned,
+            is_aligned=is_aligned and fits,
         )
 
 

@@ -22,7 +22,8 @@ class KernelTiling(NamedTuple):
         queries: Number of queries per tile.
         keys: Number of keys per tile.
         max_seq_len: Maximum number of tokens per request.
-        is_aligned: Whether KV tiles begin at multiples of their size, as they do in a paged cache.
+        is_aligned: Whether the columns of a tile begin at a multiple of their number: those of keys always do
+            in a paged cache.
         is_prefill: Whether the queries are in the prefill region.
         has_key_rows: Whether the rows of a tile are keys, as in varlen_backward, instead of queries.
         needs_words: Whether the kernel takes masks as words only, see `KernelMask.is_words`.

@@ -18,7 +18,7 @@ from pallas_kernels import paged_decode, support, varlen_prefill
 from pallas_kernels.paged_decode import entry as decode_entry
 from pallas_kernels.varlen_prefill import entry as prefill_entry
 from tests import score_functions
-from tests.attention_problems import PACKED_KV, AttentionProblem, Setting
+from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
 from tests.fuzz.draw import rows_of, sizes_of, visibility_of
 from tests.pallas_kernels.varlen_prefill.split_everywhere import split_every_tile
@@ -119,7 +119,7 @@ def attend(case: dict, problem: AttentionProblem, query, kv, metadata, mask, **p
 def cache_spec_of(case: dict, problem: AttentionProblem) -> jattn.CacheSpec | None:
     """Return the CacheSpec of the problem's cache, or None if a CacheSpec cannot describe it."""
     has_spec = case["stored"] == "plain" or case["stored"] in QUANTIZATIONS
-    if case["kv"] in PACKED_KV or not has_spec:
+    if case["kv"] == "no_cache" or not has_spec:
         return None
     return jattn.CacheSpec(
         num_blocks=problem.num_blocks,

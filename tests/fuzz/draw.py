@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 
-from tests.attention_problems import PACKED_KV
 from tests.fuzz.masks import Sizes
 from tests.fuzz.masks import draw as draw_mask
 
@@ -93,13 +92,13 @@ def _draw_cache(rng: random.Random, *, is_kernel: bool) -> dict:
         dtype = weighted_choice(rng, bfloat16=6, float16=4, float32=0.3)
         head_dim = rng.choice(KERNEL_HEAD_DIMS if rng.random() < 0.96 else [8, 48, 72])
         block_size = rng.choice([8, 16, 32, 64, 128, 256] if rng.random() < 0.97 else [4, 24])
-        kv = weighted_choice(rng, NHD=4, HND=3, no_cache=1, aligned=1, packed=0.2)
+        kv = weighted_choice(rng, NHD=4, HND=3, no_cache=2, packed=0.2)
     else:
         dtype = weighted_choice(rng, float32=4, bfloat16=3, float16=3)
         head_dim = rng.choice([8, 16, 32, 48, 64, 80, 112, 128, 256])
         block_size = rng.choice([1, 3, 4, 8, 16, 32, 64, 128])
         kv = weighted_choice(rng, NHD=4, HND=3, no_cache=2, packed=3)
-    stored = "plain" if kv in PACKED_KV or rng.random() < 0.55 else rng.choice(EIGHT_BIT)
+    stored = "plain" if kv == "no_cache" or rng.random() < 0.55 else rng.choice(EIGHT_BIT)
     if kv == "packed" and head_dim % 16 and stored != "plain":  # 16 channels of a key are one piece there
         stored = "plain"
     kind = stored.partition("_")[0]
@@ -107,10 +106,10 @@ def _draw_cache(rng: random.Random, *, is_kernel: bool) -> dict:
     if kind in ("int8", "fp8") and rng.random() < 0.3:
         quantization = {"int8": "int8", "fp8": "fp8_e4m3"}[kind]
     cache_dtype = None
-    if kv not in PACKED_KV and not is_kernel and rng.random() < 0.08:
+    if kv != "no_cache" and not is_kernel and rng.random() < 0.08:
         cache_dtype = rng.choice(["float32", "bfloat16", "float16"])
     names = {"dtype": dtype, "cache_dtype": cache_dtype, "head_dim": head_dim, "block_size": block_size}
-    frees = kv not in PACKED_KV and rng.random() < 0.5
+    frees = kv != "no_cache" and rng.random() < 0.5
     return names | {"kv": kv, "stored": stored, "query_quantization": quantization, "frees_blocks": frees}
 
 

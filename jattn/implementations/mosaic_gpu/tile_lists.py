@@ -55,8 +55,8 @@ class MaskBounds(NamedTuple):
 
     Attributes:
         max_seq_len: Maximum number of tokens per request; 0 if unknown.
-        is_aligned: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache. Then
-            KV tiles begin at multiples of their size.
+        is_aligned: Whether KV tiles begin at multiples of their size: over a paged cache, and over a PackedKV
+            with `is_aligned`. In gradients, query tiles do, too.
         is_prefill: Whether the queries are in the prefill region.
         rows_per_token: Number of consecutive query rows of a token, see query_rows.py.
     """
@@ -268,8 +268,15 @@ def backward_tiling(
     """
     num_heads = spec.num_q_heads // bounds.rows_per_token, spec.num_kv_heads
     queries = sizes.tile_q if list_block_size is None else max(list_block_size, WORD_BITS)
-    tiling = KernelTiling(num_heads, queries, prefill.WARPGROUP_ROWS, bounds.max_seq_len, is_aligned=False)
-    return tiling._replace(has_key_rows=True, needs_words=list_block_size is not None)
+    return KernelTiling(
+        num_heads,
+        queries,
+        prefill.WARPGROUP_ROWS,
+        bounds.max_seq_len,
+        is_aligned=bounds.is_aligned and (list_block_size or queries) >= WORD_BITS,
+        has_key_rows=True,
+        needs_words=list_block_size is not None,
+    )
 
 
 def packed_query_block_size(
@@ -446,7 +453,7 @@ def plan_backward_mask(
         sizes: Sizes of the kernel (static).
         num_rows: Number of rows of queries including padding (static).
         max_seq_len: Maximum number of tokens per request (static).
-        is_aligned: Whether the keys of each request start at a multiple of 8 keys (static).
+        is_aligned: See PackedKV (static).
         rows_per_token: Number of consecutive query rows of a token (static), see query_rows.py.
         packs_blocks: Whether tiles may hold several blocks of the mask (static).
     """

@@ -18,7 +18,7 @@ from pallas_kernels import architectures
 from pallas_kernels.shared.score import Score
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
 
-LENS = (70, 3, 150)
+LENS, ALIGNED_LENS = (70, 3, 150), (72, 8, 150)
 SLOW = pytest.mark.slow
 RNG = np.random.default_rng(8)
 
@@ -42,11 +42,12 @@ CASES = {
 }
 
 
-def problem_of(name, *, head_dim=128, query_lens=LENS, is_aligned=False, **changes):
+def problem_of(name, *, head_dim=128, query_lens=None, is_aligned=False, **changes):
     heads, mask, _ = CASES[name]
+    lens = ALIGNED_LENS if is_aligned else LENS
     score = Score(scale=head_dim**-0.5, **changes)
     setting = Setting(
-        query_lens=query_lens, seq_lens=LENS, score=score, heads=heads, head_dim=head_dim, mask=mask,
+        query_lens=query_lens or lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim, mask=mask,
         has_grad_lse=True, is_aligned=is_aligned,
     )  # fmt: skip
     return BackwardProblem(setting)

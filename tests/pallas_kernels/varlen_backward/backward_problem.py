@@ -31,7 +31,8 @@ class Setting:
         seq_lens: Number of keys of each request.
         heads: Numbers of query heads and KV heads.
         gap: Number of NaN rows after the keys of each request, and after all queries.
-        is_aligned: Whether more NaN rows follow, so that each request's keys start at a multiple of 8.
+        is_aligned: Whether queries and keys of each request start at multiples of 8, for which more NaN rows
+            follow the keys.
         has_sinks: Whether heads have sinks, which are part of the LSE.
         mask: Mask that is applied in addition to the score.
     """
@@ -59,7 +60,10 @@ class BackwardProblem:
         (q_heads, kv_heads), gap, dim = setting.heads, setting.gap, setting.head_dim
         self.starts = np.concatenate([[0], np.cumsum(setting.query_lens)])
         room = np.asarray(setting.seq_lens) + gap
-        room += -room % 8 if setting.is_aligned else 0
+        if setting.is_aligned:
+            assert setting.query_lens == setting.seq_lens
+            assert not (self.starts[:-1] % 8).any()
+            room += -room % 8
         kv_ends = np.cumsum(room)
         self.kv_starts = kv_ends - room
         tokens, keys = int(self.starts[-1]) + gap, int(kv_ends[-1])
