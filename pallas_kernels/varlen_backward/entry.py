@@ -191,9 +191,10 @@ def varlen_backward(
     )
 
     # Reshape the arrays.
-    order, list_refs = schedule.order, None
+    table, order, list_refs = schedule.table, schedule.order, None
     if lists is not None:
-        order, list_refs = lists.order, QueryListRefs(lists.entries, lists.num_partial, lists.num_full)
+        table, order = lists.table, lists.order
+        list_refs = QueryListRefs(lists.entries, lists.num_partial, lists.num_full)
     dq_sum = None
     if spec.adds_dq:
         dq_rows = tokens + -tokens % ALIGN + sizes.tile_q
@@ -214,7 +215,7 @@ def varlen_backward(
         dout=token_rows(grad_out, sizes.tile_q),
         row_stats=make_row_stats(out, lse, grad_out, grad_lse, spec),
         slopes=in_log2(alibi_slopes),
-        schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
+        schedule=DkDvScheduleRefs(table, schedule.num_valid, order, list_refs),
         mask=None if mask is None else mask.dkdv_mask,
         score_mod=score_mod,
         dq=dq_sum,
@@ -274,6 +275,7 @@ def check_prebuilt(
     require_built_for("lists", lists.built_for, lists_key)
     meaning = f"{num_tiles} key tiles, {q_heads} query heads, {kv_heads} KV heads"
     num_work_tiles = num_tiles * kv_heads * needed.sizes.list_splits
+    require_shape("lists.table", lists.table.shape, (num_tiles, TABLE_WIDTH), meaning)
     require_shape("lists.order", lists.order.shape, (num_work_tiles,), meaning)
     require_shape("lists.entries", lists.entries.shape[:1], (num_tiles * q_heads,), meaning)
     if lists.dq_lists is not None and schedule.dq_schedule is not None:

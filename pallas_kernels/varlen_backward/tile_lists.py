@@ -9,6 +9,7 @@ import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Int32, UInt
 
@@ -29,17 +30,20 @@ class BackwardTileLists(NamedTuple):
     """Tile lists of a call, and the processing order of its work tiles.
 
     Attributes:
+        table: The schedule's table, but with the `first_query_row` and `query_position` that query tile 0 of
+            all requests would have in the request.
         order: Work tiles in processing order, see DkDvScheduleRefs.order.
-        entries: One list of query tiles, or blocks of queries, per key tile and query head: partial ones,
-            then full ones. Elements after the end of a list are undefined. With a dq kernel and teams of
-            two warpgroups, bit QUERY_BLOCK_SHIFT + w says whether the query tile attends to the 64 keys of
-            warpgroup w; if not, that warpgroup skips the tile.
+        entries: One list of query tiles, or blocks of queries, numbered over all requests, per key tile and
+            query head: partial ones, then full ones. Elements after the end of a list are undefined. With a
+            dq kernel and teams of two warpgroups, bit QUERY_BLOCK_SHIFT + w says whether the query tile
+            attends to the 64 keys of warpgroup w; if not, that warpgroup skips the tile.
         num_partial: Number of partial entries in each list.
         num_full: Number of full entries in each list.
         dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.
         built_for: Static arguments that the schedule of these lists was built for, and list_block_size.
     """
 
+    table: Int32[Array, "tiles columns"]
     order: Int32[Array, " work_tiles"]
     entries: Int32[Array, "lists max_list"]
     num_partial: Int32[Array, " lists"]
@@ -102,8 +106,10 @@ def make_tile_lists(
     key_codes = _transpose_codes(schedule, query_tiles, codes, sizes, num_queries)
     tiles, heads, max_list = key_codes.shape
     listed = list_tiles(key_codes.reshape(tiles * heads, max_list))
-    first_tiles = query_tiles.first_tiles[schedule.table[:, COLUMNS.index("req")]]
-    listed = listed._replace(entries=listed.entries - jnp.repeat(first_tiles, heads)[:, None])
+    table = schedule.table
+    num_before = query_tiles.first_tiles[table[:, COLUMNS.index("req")]] * num_queries
+    for name in ("first_query_row", "query_position"):
+        table = table.at[:, COLUMNS.index(name)].add(-num_before)
     num_steps = -(-(listed.num_partial + listed.num_full) // (sizes.tile_q // num_queries))
     lengths = num_steps.reshape(tiles * kv_heads, -1).sum(axis=1).astype(jnp.int32)
     order = order_work_tiles(lengths, schedule.l2_sets, schedule.num_valid * kv_heads)
@@ -111,7 +117,7 @@ def make_tile_lists(
     if splits > 1:  # the splits of a list, which have equal lengths, are adjacent
         order = (order[:, None] * splits + jnp.arange(splits, dtype=jnp.int32)[None, :]).reshape(-1)
     built_for = dataclasses.replace(schedule.built_for, list_block_size=list_block_size)
-    return BackwardTileLists(order, *listed, dq_lists=None, built_for=built_for)
+    return BackwardTileLists(table, order, *listed, dq_lists=None, built_for=built_for)
 
 
 def keys_per_code(sizes: BackwardSizes) -> int:
@@ -149,7 +155,7 @@ def _transpose_codes(
     is_visible = functools.reduce(operator.or_, visible)
     by_query_tile = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
     # With these layouts XLA computes the codes from masks that it reads in order, then transposes them in
-    # tiles. Left to choose, it computes them in the order of the result.
+    # tiles. Left to choose, it computes them in the order of the result, or while it transposes.
     rows_first = Layout((0, 1, 2))
-    by_query_tile = with_layout_constraint(by_query_tile, rows_first)
+    by_query_tile = lax.optimization_barrier(with_layout_constraint(by_query_tile, rows_first))
     return with_layout_constraint(by_query_tile.transpose(2, 1, 0), rows_first)
