@@ -9,6 +9,7 @@ import time
 import pytest
 
 OUTCOMES = ("passed", "failed", "skipped")
+MAX_ERROR = 2000  # characters from the end of an error that are recorded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,12 +57,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 class Recorder:
     """Writer of a file with a line per test, in the process that receives all outcomes.
 
-    A line is written as soon as its test ends, so an interrupted run keeps its outcomes.
+    A line is written as soon as its test ends, so an interrupted run keeps its outcomes and their errors.
     """
 
     def __init__(self, file: pathlib.Path):
         self.file, self.worst_outcomes = file, dict[str, str]()
         self.seconds = collections.defaultdict[str, float](float)
+        self.errors = dict[str, str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Combine the reports of a test's setup, call and teardown, and write its outcome after the last one.
@@ -72,11 +74,16 @@ class Recorder:
         outcome = max(outcome, report.outcome, key=["passed", "skipped", "failed"].index)
         self.worst_outcomes[report.nodeid] = outcome
         self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.errors.setdefault(report.nodeid, report.longreprtext[-MAX_ERROR:])
         if report.when not in ("setup", "call"):
             with self.file.open("a") as lines:
                 self.worst_outcomes.pop(report.nodeid)
                 seconds = round(self.seconds.pop(report.nodeid), 1)
-                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome, "took": seconds}) + "\n")
+                row = {"test": report.nodeid, "outcome": outcome, "took": seconds}
+                if report.nodeid in self.errors:
+                    row["error"] = self.errors.pop(report.nodeid)
+                lines.write(json.dumps(row) + "\n")
 
 
 def read_outcomes(file: pathlib.Path) -> dict[str, str]:

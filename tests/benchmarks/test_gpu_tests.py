@@ -24,7 +24,7 @@ def broken():
 def test_passes(i): pass
 
 @pytest.mark.gpu
-def test_fails(): assert False
+def test_fails(): assert 1 == 2
 
 @pytest.mark.gpu
 def test_breaks_at_its_end(broken): pass
@@ -124,6 +124,8 @@ def test_run_resumes_where_the_last_one_ended(tree, capfd):
     assert not row.exists()
     assert run(commit="abc", jobs=1, outcomes=outcomes) == 1
     out = capfd.readouterr().out
+    errors = [json.loads(line).get("error", "") for line in outcomes.read_text().splitlines()]
+    assert [end in "".join(errors) for end in ("assert 1 == 2", "RuntimeError: at the end")] == [True, True]
     assert "test_passes[2]" in out
     assert "test_passes[4]" not in out
     assert "\n4 passed, 3 failed, 1 skipped, in " in pages.gpu_tests_line("gpu-tests.jsonl")
