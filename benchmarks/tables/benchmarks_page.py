@@ -97,7 +97,7 @@ def gradients() -> list[str]:
         "native sparse attention; `t_16_heads` has 2 kv heads. For `t_16_heads_1x16k selected_blocks`, FlexAttention of torch 2.11 takes\n"
         "28,728 us forward and 30,393 us backward on the GPU on which jattn takes 1,935 us and 3,447 us\n"
         "([`backward-peers`, `forward-heads-as-rows`](../benchmarks/results/README.md)).\n",
-        kernels.gradients_table(f"backward-masks-{DATE_H200}-29.jsonl"),
+        kernels.gradients_table(f"backward-masks-{DATE_H200}-30.jsonl"),
         "These rows are from an H100. The plain cases ran on one GPU of the machine, the others on its second GPU at the same time:\n",
         kernels.gradients_table("backward-later-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
         "## Training a layer\n",
