@@ -5,35 +5,24 @@ nvidia-nvvm or from a CUDA toolkit; no driver. `make test-kernels` installs the 
 the tests fail. XLA's own kernels are not autotuned here, so only Pallas kernels can be judged.
 """
 
-import atexit
 import functools
 import importlib.util
-import json
 import math
 import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from typing import NamedTuple
 
 import pytest
 
 from pallas_kernels import architectures
+from tests.subprocesses import IMPORTED_BY_MOST, ForkServer
 
 COLLECTIVES = ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter")
 # Tasks that need only XLA's program around the kernels, and therefore empty kernels, which compile quickly.
 TASKS_OF_EMPTY_KERNELS = ("compile_empty", "count", "partition", "slices", "copies", "beforehand")
-# What nearly every case imports.
-IMPORTED_BY_ALL = (
-    "flax.nnx",
-    "jax.experimental.topologies",
-    "jattn.models",
-    "pallas_kernels.varlen_backward",
-)
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 def target_config(gpu: str) -> str:
@@ -108,9 +97,9 @@ def compile_all(module: str, names: list[str], gpu: str = "9.0") -> dict[str, li
     A case is a function, its abstract arguments and optionally the indices of donated arguments, which must
     be aliased and not copied.
 
-    This runs in a subprocess, because the compiler prints its report to the standard output, and JAX must not
-    have initialized a GPU. JAX 0.12 compiles a kernel once per process, so a case lists only kernels that no
-    earlier case has; `apart_reports` lists all.
+    This runs in another process, because the compiler prints its report to the standard output, and JAX
+    must not have initialized a GPU. JAX 0.12 compiles a kernel once per process, so a case lists only
+    kernels that no earlier case has; `apart_reports` lists all.
 
     Raises:
         AssertionError: If something does not compile; the message contains the output.
@@ -178,25 +167,19 @@ def copied_bytes(module: str, names: list[str]) -> dict[str, int]:
 
 
 def _run_alone(task: str, module: str, names: list[str], gpu: str = "9.0", **more: str) -> dict[str, str]:
-    """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
-    server = _server()
-    with tempfile.TemporaryDirectory() as folder:
-        out, error = (pathlib.Path(folder) / name for name in ("out", "error"))
-        request = [[str(out), str(error)], more, [task, gpu, module, names]]
-        print(json.dumps(request), file=server.stdin, flush=True)
-        code = server.stdout.readline().strip()
-        assert code, "the process that starts ahead-of-time compilations has ended"
-        assert code == "0", (out.read_text() + error.read_text())[-4000:]
-        _, *parts = re.split(r"^== (.*)$", out.read_text(), flags=re.MULTILINE)
+    """Run `main` in its own process and return its output per case; `more` sets environment variables."""
+    (done,) = _server().run([["tests.aot", task, gpu, module, *names]], more, seconds=3600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    _, *parts = re.split(r"^== (.*)$", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @functools.cache
-def _server() -> subprocess.Popen:
-    """Return a process of `serve`, which ends with this process."""
+def _server() -> ForkServer:
+    """Return the process whose copies compile: JAX is imported but has no backend, as in a new process."""
     folder = plugin_folder()
     assert folder is not None
-    environment = os.environ | {
+    environment = {
         "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # otherwise XLA compiles its own kernels twice
         "PATH": compiler_path(folder),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder.parent), os.environ.get("PYTHONPATH")])),
@@ -204,11 +187,7 @@ def _server() -> subprocess.Popen:
         "MOSAIC_GPU_DUMP_PTXAS": "1",
         "MOSAIC_GPU_RUNTIME_LIB_PATH": str(folder / "libmosaic_gpu_runtime.so"),
     }
-    command = [sys.executable, "-m", "tests.aot"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
-    atexit.register(server.communicate)  # closes its input and waits
-    return server
+    return ForkServer(IMPORTED_BY_MOST, environment)
 
 
 def calls_in(report: str) -> int:
@@ -291,7 +270,7 @@ def empty_kernels() -> None:
 
 
 def main(task: str, gpu: str, module: str, names: list[str]) -> None:
-    """Compile or lower each case and print its report; runs in the subprocess that `serve` starts."""
+    """Compile or lower each case and print its report; runs in a process of its own."""
     import jax
     from jax.experimental import topologies
     from jax.experimental.mosaic.gpu import core, utils
@@ -345,25 +324,5 @@ def main(task: str, gpu: str, module: str, names: list[str]) -> None:
             assert not donated or memory.temp_size_in_bytes < num_bytes / 16, f"{name}: {memory}"
 
 
-def serve() -> None:
-    """Run `main` for each request of the standard input in a copy of this process, and print its exit code.
-
-    A copy starts with JAX imported but without a backend, as if it were a new process, which takes seconds.
-    """
-    for name in IMPORTED_BY_ALL:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        files, environment, arguments = json.loads(line)
-        copy = os.fork()
-        if copy == 0:
-            for descriptor, file in enumerate(files, start=1):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
-            os.environ.update(environment)
-            main(*arguments)
-            return
-        _, status = os.waitpid(copy, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-
-
 if __name__ == "__main__":
-    serve()
+    main(*sys.argv[1:4], sys.argv[4:])

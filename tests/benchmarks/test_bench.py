@@ -3,7 +3,6 @@
 import argparse
 import functools
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -25,6 +24,7 @@ from benchmarks.serving.engine_steps import StepMonitor
 from jattn.serving import SamplingParams
 from pallas_kernels.varlen_prefill import reference
 from tests.serving.server.live_server import small_engine
+from tests.subprocesses import run_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What needs torch, a search for sizes, models of machines, ten minutes of clients, tests on a GPU, the pages.
@@ -106,18 +106,9 @@ def test_step_on_a_mesh_must_agree_with_one_device():
 
 def mesh_rows(folder, *cases):
     """Run cases of the suite `mesh` with small sizes on two devices of one process and return its rows."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "mesh",
-        *cases,
-        "--small",
-        "--peer-memory",
-        "--out",
-        folder,
-    ]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"}, check=True)
+    command = ["benchmarks", "mesh", *cases, "--small", "--peer-memory", "--out", folder]
+    done = run_module(*command, env={"JAX_NUM_CPU_DEVICES": "2"})
+    assert done.returncode == 0, done.stderr
     (file,) = folder.iterdir()
     return [json.loads(line) for line in file.read_text().splitlines()]
 

@@ -5,8 +5,6 @@ import inspect
 import itertools
 import pathlib
 import re
-import subprocess
-import sys
 from unittest import mock
 
 import jax
@@ -20,6 +18,7 @@ from jattn import masks
 from jattn.dense import attention
 from jattn.dense.arguments import ARGUMENT_HINTS
 from jattn.implementations.xla.attention import num_first_keys
+from tests.subprocesses import run_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -328,8 +327,7 @@ class TestTransformations:
     @pytest.mark.parametrize(("axes", "lines"), [("explicit", 18), ("automatic", 17)])
     def test_sharded_arrays_stay_sharded_without_collectives(self, axes, lines):
         """Under shard_map over batch and heads, on Explicit axes, and on Auto axes under plain jit."""
-        command = [sys.executable, "-m", f"tests.dense.{axes}_attention"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        done = run_module(f"tests.dense.{axes}_attention")
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == lines
 

@@ -1,9 +1,5 @@
 """All-reduces over peer memory between a model's devices, and refusals."""
 
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +13,14 @@ from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving.engine.weights import Weights
 from tests.conftest import GOLDEN
+from tests.subprocesses import run_module
 
 LLAMA = GOLDEN / "hf" / "llama"
 
 
 @pytest.mark.kernels
 def test_peer_memory_all_reduces_give_the_same_tokens():
-    command = [sys.executable, "-m", "tests.models.peer_memory_decoders"]
-    root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=400)
+    done = run_module("tests.models.peer_memory_decoders")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines() == [
         "llama {'tp': 2}: 1 executables", "gemma3 {'tp': 2}: 1 executables", "llama {'cp': 2}: 1 executables",

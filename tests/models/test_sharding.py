@@ -1,8 +1,5 @@
 """Sharded decoders match a single device, and no device holds more than its shard."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -18,10 +15,10 @@ from jattn.parallel import check_mesh, make_mesh
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
 from tests.masks.mask_rules import tiling
+from tests.subprocesses import run_module
 
 HF = GOLDEN / "hf"
 LLAMA = HF / "llama"  # 6 query heads, 2 kv heads, 192 wide inside, 320 tokens
-ROOT = GOLDEN.parents[1]
 
 
 def mesh_of(tp, cp=1, names=("tp", "cp")):
@@ -69,8 +66,7 @@ def changed(**changes):
     ],
 )
 def test_decoders_match_across_meshes(checks, lines):
-    command = [sys.executable, "-m", "tests.models.sharded_decoders", *checks.split()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_module("tests.models.sharded_decoders", *checks.split())
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if line not in done.stdout] == []
 

@@ -1,8 +1,5 @@
 """Decoders with context parallelism match a single device, and each device holds only its shard."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -13,10 +10,10 @@ from jattn.models.loading.pretrained import load, load_shapes
 from jattn.parallel import cache_partition_specs
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
+from tests.subprocesses import run_module
 
 HF = GOLDEN / "hf"
 LLAMA = HF / "llama"
-ROOT = GOLDEN.parents[1]
 
 
 def mesh_of(tp, cp):
@@ -45,8 +42,7 @@ def mesh_of(tp, cp):
     ],
 )
 def test_decoders_match_across_meshes(checks, lines):
-    command = [sys.executable, "-m", "tests.models.context_parallel_decoders", *checks.split()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_module("tests.models.context_parallel_decoders", *checks.split())
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if line not in done.stdout] == []
 

@@ -1,10 +1,6 @@
 """all_reduce: sums on several devices, its memory and addresses, and refusals by name."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +24,12 @@ from pallas_kernels.collectives.ptx.all_reduce import Norm
 from pallas_kernels.collectives.ptx.exchange import Exchange, block_bytes_of
 from tests import aot
 from tests.pallas_kernels.collectives import all_reduce_aot_cases, simulated_devices
-
-ROOT = pathlib.Path(__file__).parents[3]
+from tests.subprocesses import run_module
 
 
 def run_on(target):
-    command = [sys.executable, "-m", "tests.pallas_kernels.collectives.run_on_devices", target]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 240}
-    done = subprocess.run(command, env=environment, **options)
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    done = run_module("tests.pallas_kernels.collectives.run_on_devices", target, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -2,8 +2,6 @@
 refused.
 """
 
-import os
-
 import jax
 import pytest
 
@@ -32,7 +30,7 @@ REFUSED = (
 def run_two(target):
     """Return the output of both processes as text, since gloo prints lines in between."""
     port = str(free_port())
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
     module = "tests.pallas_kernels.collectives.run_in_processes"
     ends = run_processes([[module, port, str(rank), target] for rank in range(2)], environment)
     assert [code for code, *_ in ends] == [0, 0], ends[0][2][-4000:] + ends[1][2][-4000:]

@@ -1,7 +1,6 @@
 """Several processes run one engine: process 0 leads, and none outlives the failure of another for long."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -125,7 +124,7 @@ class TestTwoProcesses:
 def tokens_of_peers(platform):
     """Return tokens by heads and by keys with peer memory, and of one device."""
     port = str(free_port())
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
     if platform == "gpu":
         environment["JAX_PLATFORMS"] = "cuda,cpu"  # parameters of a mesh are made on the host
     module = "tests.serving.engine.two_process_peer_memory"
