@@ -79,7 +79,7 @@ LARGE = Sizes(
     16,
     32,
 )
-TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 TINY |= {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
 SMALL = Sizes(
     DecodeCase(name="2x128", q_heads=8, kv_heads=8, head_dim=16, kv_lens=(128,) * 2),

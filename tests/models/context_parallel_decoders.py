@@ -18,9 +18,11 @@ from tests.models.sharded_decoders import EXCHANGES, METADATA, last_logits
 jax.config.update("jax_num_cpu_devices", 8)  # there it is 4
 
 import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
 
 import jattn  # noqa: E402
-from jattn.models import Decoder, load, save  # noqa: E402
+from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
+from jattn.models.loading.pretrained import read_config  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
 from jattn.serving import Engine, SamplingParams  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
@@ -168,17 +170,24 @@ def feature_results(engine: Engine, prompts: list[list[int]]) -> list[list[list[
     return [first, repeated, [completion.token_ids for completion in forks[0].outputs]]
 
 
-def check_scales() -> None:
+def check_scales(folder: pathlib.Path) -> None:
     """Check that scales equal one device's for any interleave; blocks of 16 are not whole rounds."""
-    folder, prompts = GOLDEN / "hf" / "llama", PROMPTS[1:2]
+    prompts = PROMPTS[1:2]
     models = load(folder, progress=False), load(folder, **mesh_of(1, 2, 5))
     expected, actual = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected)
     print("scales")
 
 
-def check_groups() -> None:
+def check_groups(folder: pathlib.Path) -> None:
     """Check that sliding-window layers have their own blocks and tokens equal one device's."""
+    hf = read_config(GOLDEN / "hf" / "gemma3").to_hf()
+    hf |= {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "eos_token_id": None,
+    }
+    save(Decoder(DecoderConfig.from_hf(hf), rngs=nnx.Rngs(0)), folder)
     results, prompts = [], [list(range(1, 60)), *PROMPTS]
     sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     buckets = [
@@ -186,7 +195,7 @@ def check_groups() -> None:
         jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=24),
     ]
     for mesh in ({"progress": False}, mesh_of(2, 2)):
-        model = load(GOLDEN / "hf" / "gemma3", **mesh)
+        model = load(folder, **mesh)
         engine = Engine(model, **sizes, buckets=buckets, check_batches=True)
         first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
         repeated = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
@@ -217,8 +226,8 @@ def run(check: str) -> None:
         if check == "features":
             for feature in FEATURES:
                 check_feature(folder, feature)
-            check_groups()
-            check_scales()
+            check_scales(folder)
+            check_groups(folder / "gemma3")
             return
         alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
         expected = generated_tokens(alone)

@@ -27,6 +27,7 @@ from pallas_kernels.collectives import (  # noqa: E402
 LLAMA = {"eps": 1e-5}
 GEMMA = {"eps": 1e-6, "is_offset": True, "rounds_once": True}
 ROWS = (1, 8, 64, 129, 256)
+ROWS_ON_CPU = (1, 129)  # which run XLA's collectives for any number of rows
 CALLS = 500
 
 
@@ -198,7 +199,7 @@ def main(target: str) -> None:
             ((68, jnp.bfloat16),) if target == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
         ):
             sums = Sums(mesh, width, dtype, shots=(None,) if target == "cpu" else (1, 2))
-            for rows in ROWS:
+            for rows in ROWS_ON_CPU if target == "cpu" else ROWS:
                 for shots in sums.shots:
                     sums.check(rows, shots)
                 sums.check_all(rows)
