@@ -64,7 +64,6 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
 
 
 def main() -> None:
-    check("plain", kv_heads=2, has_heads=False, has_ids=False, num_sums=0)
     check("segments", kv_heads=2, has_heads=False, has_ids=True, num_sums=0)
     check("sinks and slopes over data", kv_heads=2, has_heads=True, has_ids=False, num_sums=1)
     check("one kv head for all devices", kv_heads=1, has_heads=False, has_ids=False, num_sums=1)
