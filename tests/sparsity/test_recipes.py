@@ -49,6 +49,7 @@ RECIPES = {
     "nsa": lambda q, k, v: sparsity.nsa(q, k, v, jnp.full((*q.shape[:-1], 3), 0.5), **SIZES),
     "vertical_slash": lambda q, k, v: sparsity.vertical_slash(q, k, num_columns=2, num_slashes=2),
 }
+RECIPES = {name: jax.jit(recipe) for name, recipe in RECIPES.items()}
 
 
 class TestArrays:

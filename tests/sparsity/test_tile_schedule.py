@@ -1,5 +1,7 @@
 """A tile schedule equals the dense mask, tile by tile."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,14 +31,17 @@ def classes_of(seen, tile_q, tile_kv):
 
 def compared(ruled, lens, tile_q, tile_kv):
     """Return for each request (partial, full) of the schedule and (some, every) of the rule."""
-    max_q = max_kv = mask_rules.MAX_LEN
-    tile_schedule = schedule(
-        ruled.mask, jnp.asarray([k for _, k in lens]), query_lens=jnp.asarray([q for q, _ in lens]),
-        max_query_len=max_q, max_seq_len=max_kv, tile_q=tile_q, tile_kv=tile_kv, **HEADS,
-    )  # fmt: skip
-    per_req = -(-max_q // tile_q)
+    max_len = mask_rules.MAX_LEN
+
+    @jax.jit
+    def tiles(mask, seq_lens, query_lens):
+        options = {"max_query_len": max_len, "max_seq_len": max_len, "tile_q": tile_q, "tile_kv": tile_kv}
+        return expand_schedule(schedule(mask, seq_lens, query_lens=query_lens, **options, **HEADS))
+
+    query_lens, seq_lens = (jnp.asarray(column) for column in zip(*lens, strict=True))
+    per_req = -(-max_len // tile_q)
     partial, full = (
-        np.asarray(x).swapaxes(0, 1) for x in expand_schedule(tile_schedule)
+        np.asarray(x).swapaxes(0, 1) for x in tiles(ruled.mask, seq_lens, query_lens)
     )  # [heads, q_tiles, tiles]
     for r, (query_len, seq_len) in enumerate(lens):
         any_visible, all_visible = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
@@ -137,9 +142,13 @@ def test_causal_block_masks_have_exact_tiles(ruled, lens):
         np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
-def make(mask, seq_lens, **options):
+def make_eagerly(mask, seq_lens, **options):
     sizes = {"max_query_len": 64, "max_seq_len": 64, "tile_q": 16, "tile_kv": 16, "num_q_heads": 2}
     return schedule(mask, jnp.asarray(seq_lens), **sizes | options)
+
+
+def make(mask, seq_lens, **options):
+    return jax.jit(functools.partial(make_eagerly, **options))(mask, jnp.asarray(seq_lens))
 
 
 @pytest.mark.kernels
@@ -166,9 +175,8 @@ def test_changing_a_traced_mask_does_not_recompile(traced_once):
         ),
         jnp.asarray([seed + 40]),
     )
-    run = lambda mask, lens: make(mask, lens)
     for tile_schedule, (mask, lens) in zip(
-        traced_once(run, masks_of(1), masks_of(2)), map(masks_of, (1, 2)), strict=True
+        traced_once(make_eagerly, masks_of(1), masks_of(2)), map(masks_of, (1, 2)), strict=True
     ):
         _, full = expand_schedule(tile_schedule)
         blocks = np.asarray(mask.blocks).swapaxes(0, 1) & (np.arange(4) * 16 < int(lens[0]))
@@ -206,4 +214,4 @@ def test_empty_batch_has_no_lists():
 )
 def test_invalid_arguments_are_rejected(change, message):
     with pytest.raises(ValueError, match=message):
-        make(**{"mask": masks.Causal(), "seq_lens": [3]} | change)
+        make_eagerly(**{"mask": masks.Causal(), "seq_lens": [3]} | change)
