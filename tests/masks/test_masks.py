@@ -15,10 +15,12 @@ from jattn.masks import blocks as block_masks
 from tests.masks import mask_rules
 
 ZEROS = np.zeros((1, 2, 2), bool)
+# One program per mask and size, which compiles faster than one per operation.
+dense = jax.jit(masks.dense, static_argnames=("query_len", "seq_len", "num_q_heads", "num_kv_heads", "row"))
 
 
 def drawn(mask, query_len, seq_len, **options):
-    return np.asarray(masks.dense(mask, query_len, seq_len, **options)).astype(int).tolist()
+    return np.asarray(dense(mask, query_len, seq_len, **options)).astype(int).tolist()
 
 
 def test_masks_equal_literal_arrays():
@@ -41,7 +43,7 @@ def test_masks_equal_literal_arrays():
 
 def test_big_bird_has_local_global_and_the_requested_random_blocks():
     mask = masks.BigBird(block_size=1, local_blocks=2, global_blocks=1, random_blocks=3, seed=5)
-    visible = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
+    visible = np.asarray(dense(mask, 64, 64, num_q_heads=4))
     a, b = np.arange(64)[:, None], np.arange(64)[None, :]
     certain = (abs(a - b) < 2) | (np.minimum(a, b) == 0)
     assert visible[:, certain].all()
@@ -95,7 +97,7 @@ def test_dilated_window_may_cover_all_positions(mask):
     schedule = sparsity.schedule(
         mask, jnp.asarray([8]), max_query_len=8, max_seq_len=8, num_q_heads=1, tile_q=4, tile_kv=4
     )
-    seen = np.asarray(masks.dense(mask, 8, 8))
+    seen = np.asarray(dense(mask, 8, 8))
     assert seen.mean() == 1 / mask.step
     np.testing.assert_array_equal((schedule.num_full + schedule.num_partial)[:, 0], [2, 2])
     np.testing.assert_array_equal(schedule.num_full[:, 0], [2 * (mask.step == 1)] * 2)
@@ -107,7 +109,7 @@ def test_dilated_window_may_cover_all_positions(mask):
 def test_mask_equals_its_definition_for_every_pair(ruled, seq_len, row, data):
     query_len = data.draw(st.integers(1, seq_len))
     heads = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
-    actual = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
+    actual = dense(ruled.mask, query_len, seq_len, row=row, **heads)
     np.testing.assert_array_equal(actual, ruled.dense(query_len, seq_len, row))
 
 
@@ -137,7 +139,7 @@ def test_slicing_rows_of_a_mask_keeps_their_visibility(first):
     assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
     for row in range(3 - first):
         visible_by_row = [
-            masks.dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
+            dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
         ]
         np.testing.assert_array_equal(*visible_by_row)
 
@@ -160,7 +162,7 @@ def test_density_is_relative_to_causal_attention():
 def test_sampled_density_approximates_exact_density(mask):
     heads = {"num_q_heads": 4, "num_kv_heads": 2}
     exact = masks.density(mask, 2048, 2048, max_queries=2048, **heads)
-    seen = np.asarray(masks.dense(mask, 2048, 2048, **heads)) & np.tri(2048, dtype=bool)
+    seen = np.asarray(dense(mask, 2048, 2048, **heads)) & np.tri(2048, dtype=bool)
     assert exact == pytest.approx(seen.sum() / (4 * 2048 * 2049 / 2))
     assert masks.density(mask, 2048, 2048, max_queries=128, **heads) == pytest.approx(exact, rel=0.02)
 
@@ -285,7 +287,7 @@ def test_numpy_ints_of_any_width_are_accepted(types_unchecked, kind):
         masks.BlockMask(blocks=np.eye(100, dtype=bool)[None], block_q=as_int(4), block_kv=as_int(4)),
     )
     for numpys, plain in zip(make_masks(kind), make_masks(int), strict=True):
-        seen = [masks.dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
+        seen = [dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
         np.testing.assert_array_equal(*seen)
 
 
