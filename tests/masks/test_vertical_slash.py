@@ -172,7 +172,7 @@ def test_each_region_gathers_the_columns_of_its_rows():
     for part, first in ((metadata.decode_region, 0), (metadata.prefill_region, 2)):
         columns, _ = mask.slice_rows(first).split_gathered()
         gathered, _ = gather_kv(cache, part, columns)
-        for keys_of_row in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
+        for keys_of_row in np.asarray(gathered.k).reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
             seq_len, blocks, its = next(rows)
             for head in range(HEADS[0]):
                 positions = np.flatnonzero(its[head])
