@@ -19,6 +19,7 @@ from pallas_kernels.shared import Score
 STRIDES = {"block_size": 64, "local_blocks": 16, "vert_stride": 8}
 WINDOW = 1023  # keys before the query's position that it sees
 COLUMNS, SLASHES = 1000, 60  # per head, drawn independently, so almost every tile has some
+SELECTED_KEYS = 2048  # of each query, as in DeepSeek-V3.2
 
 
 def document_lens(tokens: int, seed: int) -> tuple[int, ...]:
@@ -82,6 +83,17 @@ def selected_blocks(q_heads: int, tokens: int) -> masks.BlockMask:
     return masks.BlockMask(blocks=top_k_blocks(scores, 16)[0], block_q=1, block_kv=64)
 
 
+def selected_keys(q_heads: int, tokens: int) -> masks.BlockMask:
+    """Return a mask in which each query selects about SELECTED_KEYS keys for all heads, as in DSA.
+
+    It selects its own key and random ones before it.
+    """
+    scores = jax.random.uniform(jax.random.key(8), (tokens, tokens))
+    num_keys = jnp.arange(1, tokens + 1, dtype=jnp.float32)[:, None]
+    is_selected = (scores * num_keys < SELECTED_KEYS) | jnp.eye(tokens, dtype=bool)
+    return masks.BlockMask(blocks=is_selected[None], block_q=1, block_kv=1)
+
+
 def local_strided(q_heads: int, tokens: int) -> masks.LocalStrided:
     """Return Phi-3-small's pattern."""
     return masks.LocalStrided(**STRIDES)
@@ -125,6 +137,7 @@ MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
         for density in (0.25, 0.1)
     },
     "selected_blocks": selected_blocks,
+    "selected_keys": selected_keys,
     "local_strided": local_strided,
     "documents_window": documents_window,
     "vertical_slash": vertical_slash,

@@ -26,6 +26,7 @@ def small(monkeypatch):
     """Use masks that are not trivial over a few keys."""
     monkeypatch.setattr(backward_cases, "WINDOW", 40)
     monkeypatch.setattr(backward_cases, "COLUMNS", 12)
+    monkeypatch.setattr(backward_cases, "SELECTED_KEYS", 20)
     monkeypatch.setattr(backward_cases, "SLASHES", 9)
     monkeypatch.setattr(backward_cases, "STRIDES", {"block_size": 16, "local_blocks": 2, "vert_stride": 4})
     monkeypatch.setattr(backward_cases, "document_lens", lambda tokens, seed: (90, tokens - 90))
