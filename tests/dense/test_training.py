@@ -183,7 +183,7 @@ def test_masked_batch_lists_only_tiles_of_its_own_keys():
     assert set(called) == {"attend", "gradients"}
     # Keys per block in the forward pass, per tile of dK/dV and per block of dQ; the batch has 240.
     widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in coverage_calls.call_args_list}
-    assert widths == {16: 6, 64: 2, 32: 3}
+    assert widths == {16: 5, 64: 2, 32: 3}
     assert_near(actual, expected)
 
 
