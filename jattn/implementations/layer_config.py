@@ -68,7 +68,8 @@ class LayerConfig:
     score_function: ScoreModType | None = None
 
     def __str__(self) -> str:
-        where = "keys outside a cache" if self.cache is None else str(self.cache)
+        aligned = "aligned " if self.has_aligned_keys else ""
+        where = f"{aligned}keys outside a cache" if self.cache is None else str(self.cache)
         score_mod = "" if self.score_function is None else f", score_mod={self.score_function}"
         return f"{_describe_spec(self.spec)}{score_mod}; {self.query_dtype.name} queries, {where}"
 

@@ -66,9 +66,12 @@ class Plan:
         planned = " or ".join(f"({layer_plan.layer})" for layer_plan in self.layers)
         fix = "Build the plan with the specs and cache_specs of all layers."
         others = [
-            dataclasses.replace(layer_plan.layer, query_dtype=layer.query_dtype) for layer_plan in self.layers
+            dataclasses.replace(
+                layer_plan, layer=dataclasses.replace(layer_plan.layer, query_dtype=layer.query_dtype)
+            )
+            for layer_plan in self.layers
         ]
-        if layer in others:
+        if any(layer_plan.covers(layer) for layer_plan in others):
             fix = f"Pass query_dtype={layer.query_dtype} to plan."
         raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}). {fix}")
 

@@ -333,6 +333,23 @@ class TestPlanInAttend:
         with pytest.raises(ValueError, match=r"the layer is .*keys outside a cache"):
             run(query, packed)
 
+    @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_a_plan_for_aligned_keys_serves_no_others(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu, "attend", lambda inputs, *_, **__: (inputs.query, None))
+        metadata, query = batch([8], [8]), jnp.zeros((8, 4, 64), jnp.bfloat16)
+        keys = jnp.zeros((8, 2, 64), jnp.bfloat16)
+        aligned = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.zeros(1, jnp.int32), is_aligned=True)
+        packed = jattn.pytree.replace(aligned, is_aligned=False)
+        run = lambda query, kv, plan: jattn.attend(query, kv, metadata, SPEC, plan)
+        for planned, kv in ((aligned, aligned), (packed, packed), (packed, aligned), (None, aligned)):
+            plan = jattn.plan(metadata, SPEC, planned)
+            jax.eval_shape(run, query, kv, plan)
+            with pytest.raises(ValueError, match=r"Pass query_dtype=float16 to plan\."):
+                jax.eval_shape(run, query.astype(jnp.float16), kv, plan)
+        message = r"for .*, aligned keys outside a cache\), but the layer is .*, keys outside a cache\)"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(run, query, packed, jattn.plan(metadata, SPEC, aligned))
+
     def test_plan_can_be_returned_from_jit(self):
         problem = self.problem()
         make = jax.jit(lambda metadata, cache: jattn.plan(metadata, problem.spec, cache))
