@@ -239,6 +239,22 @@ class TestUnsupportedByTheKernel:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
 
+    @pytest.mark.parametrize("is_aligned", [False, True])
+    def test_rows_without_keys(self, is_aligned):
+        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
+        bucket = jattn.Bucket(max_prefills=2, max_prefill_tokens=16)
+        metadata = jattn.build_batch_metadata([], [], None, bucket=bucket)
+        mask = masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=32, block_kv=32)
+
+        def loss(qkv):
+            q, k, v = qkv
+            starts = jnp.zeros(2, jnp.int32)
+            kv = jattn.PackedKV(k=k, v=v, kv_start_loc=starts, is_in_order=True, is_aligned=is_aligned)
+            return jattn.attend(q, kv, metadata, spec, mask=mask).astype(jnp.float32).sum()
+
+        q, k, v = arrays(tokens=16)
+        self.run(loss, (q, k[:0], v[:0]), gradients_by_kernel=True)
+
     def test_shard_map_with_check_vma(self):
         mesh, qkv = (
             jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),

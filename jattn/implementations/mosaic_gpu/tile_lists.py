@@ -67,8 +67,8 @@ class MaskBounds(NamedTuple):
     rows_per_token: int = 1
 
     def max_kv_tiles(self, tile_kv: int) -> int:
-        """Return the maximum number of tiles, or blocks, of `tile_kv` keys per request."""
-        return -(-(self.max_seq_len + (ALIGN - 1) * (not self.is_aligned)) // tile_kv)
+        """Return the maximum number of tiles, or blocks, of `tile_kv` keys per request; at least 1."""
+        return max(-(-(self.max_seq_len + (ALIGN - 1) * (not self.is_aligned)) // tile_kv), 1)
 
 
 @pytree
