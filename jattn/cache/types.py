@@ -233,8 +233,8 @@ class PackedKV:
             share a key (static). Required by the kernels that compute gradients. `attend` checks it, but not
             inside jit.
         is_aligned: Whether the queries and the keys of each row start at multiples of 8, and each row has as
-            many queries as keys, as in a batch of sequences of equal length (static). Masks of blocks then
-            cost the kernels less. `attend` checks it, but not inside jit.
+            many queries as keys, as in a batch whose sequence length is a multiple of 8 (static). Masks of
+            blocks then cost the kernels less. `attend` checks it, but not inside jit.
         max_seq_len: Maximum number of keys per row (static); None allows all keys in one row. With a mask the
             kernels build tile lists of this length for each row.
     """

@@ -22,8 +22,8 @@ class KernelTiling(NamedTuple):
         queries: Number of queries per tile.
         keys: Number of keys per tile.
         max_seq_len: Maximum number of tokens per request.
-        is_aligned: Whether the columns of a tile begin at a multiple of their number: those of keys always do
-            in a paged cache.
+        is_aligned: Whether the position of a tile's first column is a multiple of the number of columns. If
+            columns are keys in a paged cache, it always is.
         is_prefill: Whether the queries are in the prefill region.
         has_key_rows: Whether the rows of a tile are keys, as in varlen_backward, instead of queries.
         needs_words: Whether the kernel takes masks as words only, see `KernelMask.is_words`.

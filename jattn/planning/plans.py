@@ -147,8 +147,8 @@ def plan(
     Args:
         metadata: Metadata of the step.
         specs: Attention of a layer, or of all layers of a model. Equal layers share their plan.
-        cache_specs: Caches of the layers, one for all layers or one per layer: a CacheSpec or PagedCache.
-            None for keys outside a paged cache (PackedKV).
+        cache_specs: Caches of the layers, one for all layers or one per layer: a CacheSpec or PagedCache. For
+            keys outside a paged cache, None or a PackedKV. A plan for one with `is_aligned` serves only such.
         mask: Mask of this step for every layer, in addition to the layers' masks; may have arrays. Its tile
             lists are computed once here, and `attend` takes the mask from the plan.
         score_mod: Score function of every layer; `attend` gets it, too. The elements of its arrays may differ

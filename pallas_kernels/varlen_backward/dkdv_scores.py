@@ -64,8 +64,8 @@ class QueryTile(NamedTuple):
     Attributes:
         work_tile: Work tile of the keys.
         head: Query head.
-        runs: Index of each run of consecutive queries: of a tile of consecutive queries, the tile's index in
-            the request. A missing run has the index of another run.
+        runs: Index of each run of consecutive queries, which may be the tile itself: in the request or, with
+            tile lists, among the runs of all requests. A missing run has the index of another run.
         slope: ALiBi slope of the head times log2(e), or None.
         is_masked: Whether the tile needs a mask. Static.
         num_missing: Number of missing runs, the first ones of the tile. At most 0 for none.
@@ -80,7 +80,7 @@ class QueryTile(NamedTuple):
 
     @property
     def tile_index(self) -> Scalar:
-        """Index of a tile of consecutive queries in the request."""
+        """Index of a tile of consecutive queries, its only run."""
         (run,) = self.runs
         return run
 

@@ -22,7 +22,7 @@ class QuerySteps(NamedTuple):
         num_masked: Number of steps that need a mask; they come first.
         num_steps: Number of steps.
         entry: Function from the number of a step to the index of its query tile in the request. With tile
-            lists, it returns the entry with this index in the list; see entry_tile.
+            lists, it returns the entry with this index in the list, see BackwardTileLists.entries.
         num_missing: Number of entries that the first tile lacks if several fill a tile. The last entry of a
             tile is never missing.
         runs_per_tile: Number of entries that fill a tile. Static.

@@ -30,8 +30,9 @@ class BackwardTileLists(NamedTuple):
     """Tile lists of a call, and the processing order of its work tiles.
 
     Attributes:
-        table: The schedule's table, but with the `first_query_row` and `query_position` that query tile 0 of
-            all requests would have in the request.
+        table: The schedule's table, but `first_query_row` and `query_position` are reduced by the queries in
+            the tiles of earlier requests, because entries number the tiles over all requests: tile i starts
+            at row `first_query_row + i * tile_q`, also in the last request.
         order: Work tiles in processing order, see DkDvScheduleRefs.order.
         entries: One list of query tiles, or blocks of queries, numbered over all requests, per key tile and
             query head: partial ones, then full ones. Elements after the end of a list are undefined. With a
