@@ -76,7 +76,7 @@ def varlen_backward(
     query_start_loc: Int[Array, " bounds"],
     seq_lens: Int[Array, " reqs"],
     kv_start_loc: Int[Array, " reqs"],
-    is_aligned: bool = False,
+    has_aligned_keys: bool = False,
     score: Score,
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
@@ -105,7 +105,7 @@ def varlen_backward(
         query_start_loc: First token of each request and one past the last; starts with 0.
         seq_lens: Number of keys of each request. Its last token is at position `seq_len - 1`.
         kv_start_loc: First key of each request; starts with 0 and ascends.
-        is_aligned: Whether each element of kv_start_loc is a multiple of 8. Static.
+        has_aligned_keys: Whether each element of kv_start_loc is a multiple of 8. Static.
         score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
             query, out, lse and grad_out, and query_start_loc, are rows; seq_lens counts keys.
         grad_lse: Gradient of the log-sum-exp; None for 0.
@@ -235,7 +235,7 @@ def varlen_backward(
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
         out_rows = token_rows(out, sizes.tile_q) if sizes.dq_computes_delta else None
         dq_inputs, dq_spec = make_dq_call(
-            inputs, out_rows, spec, schedule, lists, mask, is_aligned=is_aligned
+            inputs, out_rows, spec, schedule, lists, mask, has_aligned_keys=has_aligned_keys
         )
 
         def run(row_stats: Any) -> Any:
@@ -350,7 +350,7 @@ def make_dq_call(
     lists: BackwardTileLists | None,
     mask: BackwardMask | None,
     *,
-    is_aligned: bool,
+    has_aligned_keys: bool,
 ) -> tuple[DqInputs, PrefillSpec]:
     """Return the arrays and the static description of the dq kernel.
 
@@ -361,7 +361,7 @@ def make_dq_call(
         schedule: Schedule of the call.
         lists: Lists of the call, or None.
         mask: Mask of the call, or None.
-        is_aligned: Whether each request's first key is the first key of a tile.
+        has_aligned_keys: Whether each request's first key is the first key of a tile.
     """
     dq_sizes, dq_schedule = spec.sizes.dq_sizes, schedule.dq_schedule
     assert dq_sizes is not None
@@ -374,7 +374,7 @@ def make_dq_call(
         group=spec.group,
         head=head_chunks(head_dim),
         cache_tiling=None,
-        is_aligned=is_aligned,
+        has_aligned_keys=has_aligned_keys,
         heads_per_l2_group=heads_per_l2_group(
             q_heads, spec.kv_heads, kv_bytes=kv_bytes, rows=len(dq_schedule.table), sizes=dq_sizes
         ),

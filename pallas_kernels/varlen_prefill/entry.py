@@ -61,7 +61,7 @@ def varlen_prefill(
     *,
     score: Score,
     kv_start_loc: Int[Array, " reqs"] | None = None,
-    is_aligned: bool = False,
+    has_aligned_keys: bool = False,
     block_table: Int[Array, "reqs max_blocks"] | None = None,
     layout: str = "NHD",
     k_scale: Float[Array, "..."] | None = None,
@@ -91,7 +91,7 @@ def varlen_prefill(
         score: Scale, soft cap, causality, window and chunk size. Static. With `rows_per_token`, the tokens of
             `query` and `query_start_loc` are rows, and `mask` counts queries in rows.
         kv_start_loc: First key of each request if keys are packed.
-        is_aligned: Whether each element of kv_start_loc is a multiple of 8. Static.
+        has_aligned_keys: Whether each element of kv_start_loc is a multiple of 8. Static.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r; None if
             keys are packed. Entries of blocks without visible keys are never used.
         layout: Layout of a paged cache: "NHD" or "HND". Static.
@@ -228,7 +228,8 @@ def varlen_prefill(
         rows=max_tiles(num_tokens, reqs, sizes.tile_tokens), sizes=sizes,
     )  # fmt: skip
     shape = PrefillShape(
-        q_heads=q_heads, group=group, head=head, cache_tiling=tiling, is_aligned=is_aligned or not is_packed,
+        q_heads=q_heads, group=group, head=head, cache_tiling=tiling,
+        has_aligned_keys=has_aligned_keys or not is_packed,
         heads_per_l2_group=group_heads, block_q=block_q, list_block_size=list_block_size,
     )  # fmt: skip
     quantized = None

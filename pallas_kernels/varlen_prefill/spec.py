@@ -40,7 +40,7 @@ class PrefillShape:
         group: Query heads per KV head.
         head: Chunks that a head is loaded in.
         cache_tiling: How a run of keys is loaded from a paged cache; None if keys are packed.
-        is_aligned: Whether each request's first key is the first key of a tile, as it is in a paged cache.
+        has_aligned_keys: Whether each request's first key is the first key of a tile, as in a paged cache.
         heads_per_l2_group: Query heads that are processed together, so that their keys and values stay in L2.
             Without tile lists only.
         block_q: Queries per block of queries, if tile lists distinguish the blocks of a query tile.
@@ -51,7 +51,7 @@ class PrefillShape:
     group: int
     head: HeadChunks
     cache_tiling: CacheTiling | None
-    is_aligned: bool
+    has_aligned_keys: bool
     heads_per_l2_group: int
     block_q: int | None = None
     list_block_size: int | None = None
@@ -189,7 +189,7 @@ class PrefillSpec:
             work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
-            has_low_end=has_window or not self.shape.is_aligned,
+            has_low_end=has_window or not self.shape.has_aligned_keys,
             adds_alibi_by_mma=is_linear
             and not is_interpreted
             and not self.has_score_mod

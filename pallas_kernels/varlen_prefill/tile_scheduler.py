@@ -64,7 +64,7 @@ class PrefillWorkTile:
             self.first_key_with_block = column("first_visible_key") if spec.has_window else low
             self.end_key_with_block = jnp.maximum(column("seq_len"), 0)
         self.alignment_offset = position * 0
-        if not spec.shape.is_aligned:
+        if not spec.shape.has_aligned_keys:
             self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN))
         self.first, self.num = overlapping_kv_tiles(low, high, self.alignment_offset, spec.sizes.tile_kv)
         if spec.has_lists:

@@ -171,7 +171,7 @@ def planned_gradients(
     lse = heads_to_rows(lse.T, rows).T
     dq, dk, dv = kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
-        **_lens(inputs, rows)._asdict(), is_aligned=kv.is_aligned, score=score_of(spec, rows),
+        **_lens(inputs, rows)._asdict(), has_aligned_keys=kv.is_aligned, score=score_of(spec, rows),
         grad_lse=grad_lse, alibi_slopes=inputs.alibi_slopes,
         score_mod=None if score_mod is None else score_mod.for_kernels(),
         schedule=plan.schedule, lists=plan.lists, mask=plan.mask, deterministic=spec.deterministic,

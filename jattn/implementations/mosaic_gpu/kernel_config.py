@@ -44,11 +44,11 @@ class PrefillKernelConfig:
 
     Attributes:
         sizes: Tile sizes and resources that the kernel is compiled for.
+        has_aligned_keys: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache.
         has_lists: Whether the kernel visits the KV tiles of a list.
         list_block_size: Number of keys per listed block if tiles hold several listed blocks, else None.
         rows_per_token: Number of query heads that are taken as rows of one head, see query_rows.py.
         is_packed: Whether keys are outside a paged cache.
-        is_aligned: Whether the keys of each request start at a multiple of 8 keys, as in a paged cache.
         uses_cache_read: Whether cache_read dequantizes an 8-bit cache before the kernel runs.
         dequantizes: Whether the kernel itself dequantizes an 8-bit cache.
         columns_sizes: Sizes of a second call of the kernel over gathered columns, see gathered_columns.py;
@@ -56,11 +56,11 @@ class PrefillKernelConfig:
     """
 
     sizes: varlen_prefill.PrefillSizes
+    has_aligned_keys: bool
     has_lists: bool = False
     list_block_size: int | None = None
     rows_per_token: int = 1
     is_packed: bool = False
-    is_aligned: bool = True
     uses_cache_read: bool = False
     dequantizes: bool = False
     columns_sizes: varlen_prefill.PrefillSizes | None = None
@@ -69,7 +69,9 @@ class PrefillKernelConfig:
     def columns(self) -> "PrefillKernelConfig":
         """Configuration of the call over gathered columns."""
         assert self.columns_sizes is not None
-        return PrefillKernelConfig(sizes=self.columns_sizes, has_lists=True, is_packed=True, is_aligned=False)
+        return PrefillKernelConfig(
+            sizes=self.columns_sizes, has_lists=True, is_packed=True, has_aligned_keys=False
+        )
 
     def __str__(self) -> str:
         first = "cache_read, " if self.uses_cache_read else ""

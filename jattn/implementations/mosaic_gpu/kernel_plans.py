@@ -174,7 +174,7 @@ def plan_prefill_kernel(
     if mask is not None:
         bounds = tile_lists.MaskBounds(
             max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
-            is_aligned=kernel.is_aligned,
+            is_aligned=kernel.has_aligned_keys,
             is_prefill=metadata.bucket.max_decodes == 0,
             rows_per_token=rows_per_token,
         )

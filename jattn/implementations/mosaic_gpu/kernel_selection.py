@@ -119,8 +119,9 @@ def _choose_prefill(
         # One packed request may have all tokens.
         max_seq_len = region.bucket.max_tokens if is_packed else region.max_blocks * region.block_size
         rows = _rows_per_token(layer, region, mask, gpu)
-        is_aligned = layer.has_aligned_keys
-        list_bounds = tile_lists.MaskBounds(max_seq_len, is_aligned=is_aligned, rows_per_token=rows)
+        list_bounds = tile_lists.MaskBounds(
+            max_seq_len, is_aligned=layer.has_aligned_keys, rows_per_token=rows
+        )
         columns_sizes, packed = None, None
         # A score function needs the positions of a tile's keys, which must be consecutive.
         if layer.score_function is None:
@@ -141,7 +142,7 @@ def _choose_prefill(
             list_block_size=list_block_size,
             rows_per_token=rows,
             is_packed=is_packed,
-            is_aligned=is_aligned,
+            has_aligned_keys=layer.has_aligned_keys,
             uses_cache_read=is_quantized,
             columns_sizes=columns_sizes,
         )
@@ -161,7 +162,7 @@ def _choose_prefill(
     return PrefillKernelConfig(
         sizes=sizes,
         is_packed=is_packed,
-        is_aligned=layer.has_aligned_keys,
+        has_aligned_keys=layer.has_aligned_keys,
         uses_cache_read=is_quantized and not dequantizes,
         dequantizes=dequantizes,
     )

@@ -97,7 +97,7 @@ def _call_kernel(
         metadata.seq_lens,
         score=score_of(inputs.spec, rows),
         kv_start_loc=kv_start_loc,
-        is_aligned=kernel.is_aligned,
+        has_aligned_keys=kernel.has_aligned_keys,
         block_table=block_table,
         layout=layout,
         k_scale=k_scale,

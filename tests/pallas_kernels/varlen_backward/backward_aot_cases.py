@@ -58,7 +58,8 @@ def listed_case(head_dim, mask, *, deterministic=False, sizes=None, is_aligned=F
         schedule = make_schedule(*lens, **static, num_tokens=8192, has_lists=True, **layer_options)
         bounds = {"num_rows": 8192, "max_seq_len": 8192, "is_aligned": is_aligned}
         lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
-        listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule, "is_aligned": is_aligned}
+        listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
+        listed["has_aligned_keys"] = is_aligned
         return varlen_backward(**arrays, **layer_options, **listed)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers

@@ -120,7 +120,7 @@ def jitted(problem, *, sizes=None, interpret=None):
         lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         options = {"lists": lists, "mask": pair_mask}
         call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
-        call_options["is_aligned"] = setting.is_aligned
+        call_options["has_aligned_keys"] = setting.is_aligned
         return varlen_backward(**arguments, schedule=schedule, **options, **call_options)
 
     return functools.partial(run, setting.mask, problem.arguments)

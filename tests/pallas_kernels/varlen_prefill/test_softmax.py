@@ -20,7 +20,12 @@ def spec_of(
     *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
 ):
     shape = PrefillShape(
-        q_heads=2, group=1, head=head_chunks(64), cache_tiling=None, is_aligned=False, heads_per_l2_group=2
+        q_heads=2,
+        group=1,
+        head=head_chunks(64),
+        cache_tiling=None,
+        has_aligned_keys=False,
+        heads_per_l2_group=2,
     )
     fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
@@ -135,7 +140,7 @@ def test_register_requests_fit_the_register_file(table, heads_per_l2_group):
             group=1,
             head=head_chunks(width),
             cache_tiling=None,
-            is_aligned=False,
+            has_aligned_keys=False,
             heads_per_l2_group=heads_per_l2_group,
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
