@@ -24,7 +24,7 @@ NEEDLE_VALUE = 4.0  # factor by which values of needles exceed other values
 UNSEEN_SCORE = 20.0
 UNSEEN_VALUE = 3000.0
 NO_BLOCK = 10_000  # out of range of every pool
-PACKED_KV = ("no_cache", "aligned")  # aligned: each request's keys start at a multiple of 8
+PACKED_KV = ("no_cache", "aligned")  # aligned: keys start at multiples of 8, as prefill needs
 # Formats of keys and values of caches in which the two differ.
 STORED = {"int8_static_v": ("int8_token_head", "int8_channel"), "int8_k_only": ("int8_token_head", "plain")}
 

@@ -139,8 +139,9 @@ class Work:
         layout = layout_packed(
             arrays["query"], arrays["key"], arrays["value"], arrays["query_start_loc"], arrays.get("mask")
         )
-        # A batch of sequences of equal length starts at multiples of 8.
-        kv = replace(layout.kv, is_aligned=all(n % 8 == 0 for n in self.case.query_lens))
+        # A batch of sequences of equal length is aligned, packed documents are not known to be.
+        lens = self.case.query_lens
+        kv = replace(layout.kv, is_aligned=len(set(lens)) == 1 and lens[0] % 8 == 0)
         modifiers = {name: arrays.get(name) for name in ("sinks", "alibi_slopes", "score_mod")}
         return RegionInputs(
             query=layout.query, kv=kv, metadata=layout.metadata, mask=layout.mask, spec=self.spec,

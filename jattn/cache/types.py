@@ -322,12 +322,12 @@ class PackedKV:
         if not self.is_aligned or not is_concrete(*arrays):
             return
         kv_starts, starts, counts, lens = map(np.asarray, arrays)
+        rule = f"be a multiple of {ALIGN} with is_aligned"
         for r in np.flatnonzero(counts):
-            rule = f"be a multiple of {ALIGN} with is_aligned"
             require(bool(kv_starts[r] % ALIGN == 0), f"cache.kv_start_loc[{r}]", rule, kv_starts[r])
             require(bool(starts[r] % ALIGN == 0), f"the first query of row {r}", rule, starts[r])
-            rule = f"equal its number of keys ({lens[r]}) with is_aligned"
-            require(bool(counts[r] == lens[r]), f"the number of queries of row {r}", rule, counts[r])
+            same = f"equal its number of keys ({lens[r]}) with is_aligned"
+            require(bool(counts[r] == lens[r]), f"the number of queries of row {r}", same, counts[r])
 
 
 def require_not_deleted(cache: PagedCache) -> None:

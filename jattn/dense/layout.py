@@ -82,7 +82,7 @@ def layout_batch(
         v=flat(v),
         kv_start_loc=starts,
         is_in_order=True,
-        is_aligned=query_len == seq_len and (batch == 1 or (row_stride % ALIGN, query_len % ALIGN) == (0, 0)),
+        is_aligned=query_len == seq_len and (batch == 1 or row_stride % ALIGN == query_len % ALIGN == 0),
         max_seq_len=seq_len,
     )
     return DenseLayout(flat(q), kv, metadata, mask, query_len, q_tokens)

@@ -65,13 +65,10 @@ class Plan:
                 return layer_plan
         planned = " or ".join(f"({layer_plan.layer})" for layer_plan in self.layers)
         fix = "Build the plan with the specs and cache_specs of all layers."
-        others = [
-            dataclasses.replace(
-                layer_plan, layer=dataclasses.replace(layer_plan.layer, query_dtype=layer.query_dtype)
-            )
+        if any(
+            layer_plan.covers(dataclasses.replace(layer, query_dtype=layer_plan.layer.query_dtype))
             for layer_plan in self.layers
-        ]
-        if any(layer_plan.covers(layer) for layer_plan in others):
+        ):
             fix = f"Pass query_dtype={layer.query_dtype} to plan."
         raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}). {fix}")
 

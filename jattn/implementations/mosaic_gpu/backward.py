@@ -134,11 +134,8 @@ def plan_gradients(inputs: RegionInputs, sizes: kernel.BackwardSizes) -> Gradien
     """
     kv, spec, mask, rows = inputs.kv, inputs.spec, inputs.mask, _rows_per_token(inputs)
     assert isinstance(kv, PackedKV)
-    (kv_tokens, kv_heads, head_dim), num_rows, lens = (
-        kv.k.shape,
-        inputs.query.shape[0] * rows,
-        _lens(inputs, rows),
-    )
+    num_rows, lens = inputs.query.shape[0] * rows, _lens(inputs, rows)
+    kv_tokens, kv_heads, head_dim = kv.k.shape
     schedule = kernel.make_schedule(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score_of(spec, rows),
         sizes=sizes, num_tokens=num_rows, has_lists=mask is not None,

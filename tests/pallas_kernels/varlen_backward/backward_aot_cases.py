@@ -59,8 +59,7 @@ def listed_case(head_dim, mask, *, deterministic=False, sizes=None, is_aligned=F
         bounds = {"num_rows": 8192, "max_seq_len": 8192, "is_aligned": is_aligned}
         lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
-        listed["has_aligned_keys"] = is_aligned
-        return varlen_backward(**arrays, **layer_options, **listed)
+        return varlen_backward(**arrays, **layer_options, **listed, has_aligned_keys=is_aligned)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers
 

@@ -119,9 +119,8 @@ def jitted(problem, *, sizes=None, interpret=None):
         bounds = {"num_rows": tokens, "max_seq_len": max(setting.seq_lens), "is_aligned": setting.is_aligned}
         lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
         options = {"lists": lists, "mask": pair_mask}
-        call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
-        call_options["has_aligned_keys"] = setting.is_aligned
-        return varlen_backward(**arguments, schedule=schedule, **options, **call_options)
+        options |= {"score": setting.score, "sizes": sizes, "has_aligned_keys": setting.is_aligned}
+        return varlen_backward(**arguments, schedule=schedule, **options, interpret=interpret)
 
     return functools.partial(run, setting.mask, problem.arguments)
 
